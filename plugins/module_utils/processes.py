@@ -1,0 +1,308 @@
+# Copyright (c) 2026 The rankzero.inference authors
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Whose process is it, and whose port: what /proc says.
+
+Entries that cannot be read (another user's, or gone in the meantime) are skipped; no function here raises for them. `proc_root` is
+`/proc`, or a directory laid out like it.
+
+A process belongs to a shard by the first of these that speaks:
+
+1. `RANKZERO_SHARD=<replica>/<rank>/<run id>` in its own environment;
+2. the same in its nearest ancestor that has it;
+3. the same in the leader of its session, or, when the leader is gone, in another member of that session;
+4. the unit `inference-<replica>.service` in its control group, which tells the replica but not the rank.
+
+2 and 3 are needed because setproctitle, which vLLM uses for its engine core and workers, overwrites the memory that
+/proc/PID/environ shows: the variable is still inherited but can no longer be seen from outside.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import pwd
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+MARKER = b"RANKZERO_SHARD="
+_UNIT = re.compile(r"(?:^|/)inference-([^/]+)\.service(?=/|$)", re.MULTILINE)
+_COMMAND_LENGTH = 120
+_DEPTH = 64                 # no chain of parents is longer; a tree in a test may hold a loop
+_TCP_LISTEN = 0x0A
+_TCP_HOLDS_NO_PORT = (0x06, 0x07)       # TIME_WAIT and CLOSE: no process has it any more
+
+
+class Shard(NamedTuple):
+    """The parts of a marker; rank and run_id are None when only the control group told."""
+
+    replica: str
+    rank: int | None
+    run_id: str | None
+
+
+class ProcessTable:
+    """One look at /proc: what has been read once is not read again."""
+
+    def __init__(self, proc_root: str = "/proc") -> None:
+        self.proc_root = proc_root
+        self._stat: dict[int, tuple[int, int, int] | None] = {}
+        self._marker: dict[int, Shard | None] = {}
+        self._pids: list[int] | None = None
+
+    def pids(self) -> list[int]:
+        """All process ids, ascending."""
+        if self._pids is None:
+            self._pids = sorted(int(name) for name in _names(self.proc_root) if name.isdigit())
+        return self._pids
+
+    def stat(self, pid: int) -> tuple[int, int, int] | None:
+        """(parent, session, start time in clock ticks since boot), or None for a process that is gone or dead."""
+        if pid not in self._stat:
+            self._stat[pid] = _parse_stat(_text(self.proc_root, str(pid), "stat"))
+        return self._stat[pid]
+
+    def marker(self, pid: int) -> Shard | None:
+        """What the environment of this very process says."""
+        if pid not in self._marker:
+            self._marker[pid] = _parse_marker(_bytes(self.proc_root, str(pid), "environ"))
+        return self._marker[pid]
+
+    def shard_of(self, pid: int) -> Shard | None:
+        """The shard that a process belongs to, by the rules at the top of this file."""
+        return self.marker(pid) or self._of_ancestors(pid) or self._of_session(pid) or self._of_unit(pid)
+
+    def _of_ancestors(self, pid: int) -> Shard | None:
+        for _step in range(_DEPTH):
+            stat = self.stat(pid)
+            if stat is None or stat[0] <= 1:
+                return None
+            pid = stat[0]
+            marker = self.marker(pid)
+            if marker:
+                return marker
+        return None
+
+    def _of_session(self, pid: int) -> Shard | None:
+        stat = self.stat(pid)
+        if stat is None or stat[1] <= 1:
+            return None
+        if self.stat(stat[1]) is not None:
+            return self.marker(stat[1])     # a live leader speaks for its session: a login shell's may hold anything
+        members = (other for other in self.pids() if (self.stat(other) or (0, 0, 0))[1] == stat[1])
+        return next((marker for marker in map(self.marker, members) if marker), None)
+
+    def _of_unit(self, pid: int) -> Shard | None:
+        found = _UNIT.search(_text(self.proc_root, str(pid), "cgroup"))
+        return Shard(found.group(1), None, None) if found else None
+
+
+def shard_of(pid: int, proc_root: str = "/proc") -> dict[str, Any] | None:
+    """`{replica, rank, run_id}` of the shard that a process belongs to, or None. rank and run_id are None when only the unit is known."""
+    shard = ProcessTable(proc_root).shard_of(pid)
+    return dict(shard._asdict()) if shard else None
+
+
+def shard_name(shard: Shard | None) -> str | None:
+    """`<replica>/<rank>` as node facts write it; `<replica>/?` when the rank is not known."""
+    if shard is None:
+        return None
+    return "{}/{}".format(shard.replica, "?" if shard.rank is None else shard.rank)
+
+
+def shard_pids(replica: str, rank: int, proc_root: str = "/proc", sessions: Iterable[int] = ()) -> list[int]:
+    """Every process of one shard, ascending.
+
+    `sessions` are ids of sessions known to be the shard's: run_shard.py makes each launch the leader of a session, so the pids of the
+    launches in state.json find orphans of a killed engine that overwrote their environment. A process whose marker names another
+    replica or rank is never listed.
+    """
+    table, known = ProcessTable(proc_root), set(sessions)
+    return [pid for pid in table.pids() if _is_member(table, pid, replica, rank, known)]
+
+
+def _is_member(table: ProcessTable, pid: int, replica: str, rank: int, sessions: set[int]) -> bool:
+    stat = table.stat(pid)
+    if stat is None:
+        return False
+    shard = table.shard_of(pid)
+    if shard is None or shard.rank is None:
+        return stat[1] in sessions or (shard is not None and shard.replica == replica)
+    return shard.replica == replica and shard.rank == rank
+
+
+def describe(pid: int, proc_root: str = "/proc", table: ProcessTable | None = None) -> dict[str, Any]:
+    """`{pid, name, user, command, started_at}` of a process; what cannot be seen is None.
+
+    `command` is the program and its first argument only, at most 120 characters, and without values that may be a secret: what follows
+    `=`, what is glued to a short option, a password in a URL. `started_at` is in seconds since the epoch.
+    """
+    table = table or ProcessTable(proc_root)
+    stat = table.stat(pid)
+    return {
+        "pid": pid,
+        "name": _clean(_text(proc_root, str(pid), "comm")) or None,
+        "user": _user(_text(proc_root, str(pid), "status")),
+        "command": _command(_bytes(proc_root, str(pid), "cmdline")),
+        "started_at": _started_at(stat[2], _text(proc_root, "stat")) if stat else None,
+    }
+
+
+def listening_sockets(proc_root: str = "/proc") -> list[dict[str, Any]]:
+    """`[{port, address, pid, listening}]`: every local TCP port in use, by port and address.
+
+    `listening` is False for a port that a connection uses (an outgoing one may hold the very port that a service wants). pid is None
+    where the owner cannot be seen. Connections of a listener on the same port are not listed apart.
+    """
+    sockets = [socket for socket in _sockets(proc_root) if socket.state not in _TCP_HOLDS_NO_PORT]
+    owners = _owners(proc_root, {socket.inode for socket in sockets})
+    listening = {(s.port, s.address, owners.get(s.inode)) for s in sockets if s.state == _TCP_LISTEN}
+    served = {port for port, _address, _pid in listening}
+    others = {(s.port, s.address, owners.get(s.inode)) for s in sockets if s.port not in served}
+    rows = [(key, True) for key in listening] + [(key, False) for key in others]
+    rows.sort(key=lambda row: (row[0][0], row[0][1], row[0][2] or 0))
+    return [{"port": key[0], "address": key[1], "pid": key[2], "listening": heard} for key, heard in rows]
+
+
+def established(proc_root: str, port: int, pids: Iterable[int]) -> list[dict[str, Any]]:
+    """`[{address, port, remote_address, remote_port, pid}]`: open connections on a local port that belong to one of `pids`."""
+    sockets = [socket for socket in _sockets(proc_root) if socket.port == port and socket.state == 0x01]
+    owners = _owners(proc_root, {socket.inode for socket in sockets}, sorted(set(pids)))
+    rows = [
+        {"address": s.address, "port": s.port, "remote_address": s.remote_address, "remote_port": s.remote_port, "pid": owners[s.inode]}
+        for s in sockets
+        if s.inode in owners
+    ]
+    return sorted(rows, key=lambda row: (row["remote_address"], row["remote_port"], row["pid"]))
+
+
+class _Socket(NamedTuple):
+    address: str
+    port: int
+    remote_address: str
+    remote_port: int
+    state: int
+    inode: int
+
+
+def _sockets(proc_root: str) -> Iterator[_Socket]:
+    for name in ("tcp", "tcp6"):
+        for line in _text(proc_root, "net", name).splitlines()[1:]:
+            socket = _parse_socket(line.split())
+            if socket:
+                yield socket
+
+
+def _parse_socket(words: list[str]) -> _Socket | None:
+    """One line of /proc/net/tcp (kernel: Documentation/networking/proc_net_tcp.rst); None for a line that is none."""
+    try:
+        local, local_port = words[1].split(":")
+        remote, remote_port = words[2].split(":")
+        return _Socket(_address(local), int(local_port, 16), _address(remote), int(remote_port, 16), int(words[3], 16), int(words[9]))
+    except (IndexError, ValueError):
+        return None
+
+
+def _address(text: str) -> str:
+    """An address that the kernel printed as 32-bit words in the byte order of the machine; IPv4 in IPv6 is shown as IPv4."""
+    words = [int(text[start:start + 8], 16).to_bytes(4, sys.byteorder) for start in range(0, len(text), 8)]
+    address = ipaddress.ip_address(b"".join(words))
+    return str(getattr(address, "ipv4_mapped", None) or address)
+
+
+def _owners(proc_root: str, inodes: set[int], pids: list[int] | None = None) -> dict[int, int]:
+    """The lowest pid that has each socket open. A forked child shares its parent's sockets; the parent is the one to name."""
+    owners: dict[int, int] = {}
+    for pid in ProcessTable(proc_root).pids() if pids is None else pids:
+        folder = os.path.join(proc_root, str(pid), "fd")
+        for name in _names(folder):
+            inode = _socket_inode(os.path.join(folder, name))
+            if inode in inodes:
+                owners.setdefault(inode, pid)
+    return owners
+
+
+def _socket_inode(path: str) -> int:
+    try:
+        target = os.readlink(path)
+    except OSError:
+        return -1
+    return int(target[8:-1]) if target.startswith("socket:[") and target[8:-1].isdigit() else -1
+
+
+def _names(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def _bytes(*parts: str) -> bytes:
+    try:
+        with open(os.path.join(*parts), "rb") as stream:
+            return stream.read()
+    except OSError:         # ESRCH too: the process ended between open and read
+        return b""
+
+
+def _text(*parts: str) -> str:
+    return _bytes(*parts).decode("utf-8", "replace")
+
+
+def _clean(text: str) -> str:
+    return "".join(char if char.isprintable() else " " for char in text).strip()
+
+
+def _parse_stat(text: str) -> tuple[int, int, int] | None:
+    """(ppid, session, start time); the name in parentheses may itself hold spaces and parentheses. None for a zombie: it holds nothing."""
+    words = text.rpartition(")")[2].split()
+    try:
+        return None if words[0] in ("Z", "X") else (int(words[1]), int(words[3]), int(words[19]))
+    except (IndexError, ValueError):
+        return None
+
+
+def _parse_marker(environ: bytes) -> Shard | None:
+    for entry in environ.split(b"\0"):
+        if entry.startswith(MARKER):
+            parts = entry[len(MARKER):].decode("utf-8", "replace").split("/", 2)
+            if len(parts) == 3 and parts[0] and parts[1].isdigit():
+                return Shard(parts[0], int(parts[1]), parts[2])
+    return None
+
+
+def _user(status: str) -> str | None:
+    found = re.search(r"^Uid:\s+(\d+)", status, re.MULTILINE)
+    if not found:
+        return None
+    try:
+        return pwd.getpwuid(int(found.group(1))).pw_name
+    except KeyError:        # a container's user has no name on the host
+        return found.group(1)
+
+
+def _started_at(ticks: int, system_stat: str) -> float | None:
+    found = re.search(r"^btime (\d+)", system_stat, re.MULTILINE)
+    return round(int(found.group(1)) + ticks / os.sysconf("SC_CLK_TCK"), 2) if found else None
+
+
+def _command(cmdline: bytes) -> str | None:
+    words = [_clean(word) for word in cmdline.decode("utf-8", "replace").rstrip("\0").split("\0")]
+    if len(words) == 1:
+        words = words[0].split()            # a process that has set its own title: all of it is one word
+    shown = [_without_url_password(word) for word in words[:1]] + [_without_value(word) for word in words[1:2]]
+    return " ".join(shown)[:_COMMAND_LENGTH] or None
+
+
+def _without_value(word: str) -> str:
+    if "=" in word:
+        return word.partition("=")[0] + "=..."
+    if re.match(r"-[A-Za-z].", word):
+        return word[:2] + "..."
+    return _without_url_password(word)
+
+
+def _without_url_password(word: str) -> str:
+    return re.sub(r"://[^/@\s]+@", "://...@", word)
