@@ -1,0 +1,145 @@
+# Copyright (c) 2026 The rankzero.inference authors
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""systemd and supervisor behind one interface. Starting never waits for the engine: readiness is the gate's business."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import typing as t
+
+RunCommand = t.Callable[..., t.Tuple[int, str, str]]
+UNIT_DIR = "/etc/systemd/system"
+
+
+class ServiceError(Exception):
+    """A service manager refused. The text says what was run and what it answered."""
+
+
+class Systemd:
+    """One unit C(inference-<replica>.service)."""
+
+    name = "systemd"
+
+    def __init__(self, replica: str, run_command: RunCommand) -> None:
+        self.unit = "inference-%s.service" % replica
+        self.path = "%s/%s" % (UNIT_DIR, self.unit)
+        self._run = run_command
+
+    def _systemctl(self, *args: str) -> str:
+        rc, out, err = self._run(["systemctl", *args])
+        if rc != 0:
+            raise ServiceError("systemctl %s ended with %d: %s" % (" ".join(args), rc, (err or out).strip()))
+        return out
+
+    def read(self) -> t.Optional[str]:
+        try:
+            with open(self.path, encoding="utf-8") as stream:
+                return stream.read()
+        except OSError:
+            return None
+
+    def install(self, text: str) -> None:
+        """Write the unit, make systemd read it, and enable it for the next boot."""
+        if self.read() != text:
+            unfinished = self.path + ".new"
+            with open(unfinished, "w", encoding="utf-8") as stream:
+                os.fchmod(stream.fileno(), 0o644)
+                stream.write(text)
+            os.rename(unfinished, self.path)
+            self._systemctl("daemon-reload")
+        self._systemctl("enable", self.unit)
+
+    def active(self) -> bool:
+        _rc, out, _err = self._run(["systemctl", "show", self.unit, "-p", "ActiveState", "--value"])
+        return out.strip() in ("active", "activating", "reloading")
+
+    def restart(self) -> None:
+        self._run(["systemctl", "reset-failed", self.unit])
+        self._systemctl("restart", "--no-block", self.unit)
+
+    def stop(self, seconds: float) -> None:
+        """Stop and wait: systemd itself ends the whole control group within the unit's TimeoutStopSec."""
+        if self.read() is not None:
+            self._systemctl("stop", self.unit)
+
+    def remove(self) -> None:
+        if self.read() is None:
+            return
+        self._run(["systemctl", "disable", self.unit])
+        os.unlink(self.path)
+        self._systemctl("daemon-reload")
+        self._run(["systemctl", "reset-failed", self.unit])
+
+
+class Supervisor:
+    """One supervisord for the shard, from the PyPI package C(supervisor). It is controlled by its own pid file, never by name."""
+
+    name = "supervisor"
+
+    def __init__(self, directory: str, state_dir: str, program: t.Optional[str], run_command: RunCommand) -> None:
+        self.path = directory + "/supervisord.conf"
+        self._pid_file = state_dir + "/supervisord.pid"
+        self._program = program
+        self._run = run_command
+
+    def read(self) -> t.Optional[str]:
+        try:
+            with open(self.path, encoding="utf-8") as stream:
+                return stream.read()
+        except OSError:
+            return None
+
+    def install(self, text: str) -> None:
+        if self.read() == text:
+            return
+        unfinished = self.path + ".new"
+        with open(unfinished, "w", encoding="utf-8") as stream:
+            os.fchmod(stream.fileno(), 0o640)
+            stream.write(text)
+        os.rename(unfinished, self.path)
+
+    def _pid(self) -> t.Optional[int]:
+        """The pid of our supervisord: it must be alive and run with our configuration file."""
+        try:
+            with open(self._pid_file, encoding="ascii") as stream:
+                pid = int(stream.read().strip())
+            with open("/proc/%d/cmdline" % pid, "rb") as stream_b:
+                words = stream_b.read().split(b"\0")
+        except (OSError, ValueError):
+            return None
+        return pid if self.path.encode() in words else None
+
+    def active(self) -> bool:
+        return self._pid() is not None
+
+    def restart(self) -> None:
+        self.stop(120)
+        if not self._program:
+            raise ServiceError("supervisord was not found: install the Python package supervisor on the host (pip install supervisor)")
+        rc, out, err = self._run([self._program, "-c", self.path])
+        if rc != 0:
+            raise ServiceError("%s -c %s ended with %d: %s" % (self._program, self.path, rc, (err or out).strip()))
+
+    def stop(self, seconds: float) -> None:
+        """SIGTERM makes supervisord stop its program within stopwaitsecs and end."""
+        pid = self._pid()
+        if pid is None:
+            return
+        os.kill(pid, signal.SIGTERM)
+        deadline = time.monotonic() + seconds
+        while self._pid() is not None:
+            if time.monotonic() > deadline:
+                raise ServiceError("supervisord (pid %d) did not end within %d s" % (pid, seconds))
+            time.sleep(0.05)
+
+    def remove(self) -> None:
+        try:
+            os.unlink(self.path)
+        except FileNotFoundError:
+            pass
+
+
+Manager = t.Union[Systemd, Supervisor]

@@ -1,0 +1,154 @@
+# Copyright (c) 2026 The rankzero.inference authors
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""What every engine adapter answers. The rest of the collection knows engines only through this interface."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing as t
+
+from ansible_collections.rankzero.inference.plugins.plugin_utils.arguments import Grammar, find
+from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings
+from ansible_collections.rankzero.inference.plugins.plugin_utils.profile import Profile
+
+
+@dataclasses.dataclass(frozen=True)
+class Peer:
+    """Another rank of the replica, as this rank reaches it."""
+
+    rank: int
+    host: str
+    address: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """Everything that a launch of one rank may depend on. Paths are absolute on the host; ports are TCP."""
+
+    profile: Profile
+    rank: int
+    host: str
+    address: str
+    leader_address: str
+    leader_port: int
+    http_host: str
+    http_port: int
+    peers: tuple[Peer, ...]                     # all ranks but this one, by rank
+    gpus: tuple[t.Mapping[str, t.Any], ...]
+    build: t.Mapping[str, t.Any]                # {} for an engine that needs no build
+    python: str
+    current_dir: str
+    work_dir: str
+    has_key: bool
+
+    @property
+    def is_leader(self) -> bool:
+        return self.rank == 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One process of a shard. C(secret_env): variable -> name of the secret. Ports to wait for: the leader's, or those of ranks."""
+
+    name: str
+    path: str
+    args: tuple[str, ...]
+    env: t.Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)     # variable -> (value, why)
+    secret_env: t.Mapping[str, str] = dataclasses.field(default_factory=dict)
+    wait_for_leader_port: int | None = None
+    wait_for_ranks: tuple[tuple[int, str, int], ...] = ()                              # (rank, address, port)
+
+
+class Engine:
+    """Base of the adapters. Attributes say what is true of the engine; methods compute from a profile or a shard, and touch nothing."""
+
+    name = ""
+    needs_build = True
+    falls_back_to_cpu = False           # serves from the CPU, healthily, when its GPU backend does not load
+    gpu_token = "uuid"                  # what CUDA_VISIBLE_DEVICES holds: uuid or index
+    health_path = "/health"
+    models_path = "/v1/models"
+    metrics_path: str | None = "/metrics"
+    probe_path = "/v1/chat/completions"
+    key_protects: str | None = "/v1/models"
+    program_files: tuple[str, ...] = ()  # files of roles/replica/files that go into the revision
+    heads_divide = True                 # attention heads must divide by TP
+    quantizations: t.Mapping[str, int] = {}
+    grammar = Grammar({})
+    owned: t.Mapping[str, str] = {}      # canonical option -> where its value comes from
+    refused: t.Mapping[str, str] = {}    # canonical option -> what it would do
+
+    def validate(self, profile: Profile, where: str, findings: Findings) -> None:
+        """Everything about a profile that can be judged without a host. Adapters extend it."""
+        self._validate_arguments(profile, where, findings)
+        self._validate_positionals(profile, where, findings)
+
+    def _validate_arguments(self, profile: Profile, where: str, findings: Findings) -> None:
+        """Owned and code-executing options are found as the engine's own parser would find them."""
+        for spelled in find(profile.args, self.grammar):
+            field = "%s.args[%d]" % (where, spelled.position)
+            if spelled.option in self.owned:
+                findings.fault(field, spelled.text, "no %s" % spelled.option, "The plan sets it: %s." % self.owned[spelled.option])
+            elif spelled.option in self.refused:
+                findings.fault(field, spelled.text, "no %s" % spelled.option, "It %s." % self.refused[spelled.option])
+
+    def _validate_positionals(self, profile: Profile, where: str, findings: Findings) -> None:
+        """A bare C(--) would turn the plan's own options, which come last, into positionals."""
+        for position, text in enumerate(profile.args):
+            if text == "--":
+                findings.fault("%s.args[%d]" % (where, position), text, "options only", "Remove it: the plan's own options follow the profile's.")
+
+    def serves_http(self, profile: Profile, rank: int) -> bool:
+        return rank == 0
+
+    def launches(self, shard: Shard) -> list[Launch]:
+        """The processes of one rank in start order; the last is the engine, the others are sidecars."""
+        raise NotImplementedError
+
+    def listen_ports(self, shard: Shard) -> list[tuple[str, int, str]]:
+        """(address, port, what for) that must be free on the rank's host."""
+        ports = []
+        if self.serves_http(shard.profile, shard.rank):
+            ports.append((shard.http_host, shard.http_port, "HTTP"))
+        if shard.is_leader and shard.peers:
+            ports.append((shard.leader_address, shard.leader_port, "the ranks' rendezvous"))
+        return ports
+
+    def accepts_on_port(self, shard: Shard) -> int | None:
+        """A port on which the leader must be connected to this rank once it serves, or None."""
+        return None
+
+    def expected_models(self, profile: Profile) -> list[str]:
+        """The ids that C(/v1/models) must list before the replica is ready."""
+        return [profile.served_model_name] + [adapter.name for adapter in profile.adapters]
+
+    def devices_command(self, shard: Shard) -> tuple[str, tuple[str, ...]] | None:
+        """(path, args) that lists the devices which the shard's build sees, for the text of a failure."""
+        return None
+
+    def quantization_minimum(self, name: str) -> int | None:
+        """Minimum compute capability as major * 10 + minor, None where the engine does not know the quantization."""
+        return self.quantizations.get(name.lower())
+
+    def quantization_arguments(self, profile: Profile) -> list[str]:
+        """Quantizations that the profile's free arguments ask for, in any spelling of the engine's."""
+        found = []
+        for spelled in find(profile.args, self.grammar):
+            if spelled.option == "--quantization":
+                _name, equals, value = spelled.text.partition("=")
+                following = profile.args[spelled.position + 1] if spelled.position + 1 < len(profile.args) else ""
+                glued = spelled.text[2:] if self.grammar.glued_shorts and not spelled.text.startswith("--") else ""
+                found.append(value if equals else glued or following)
+        return [name for name in found if name]
+
+    def needs_model(self, profile: Profile, rank: int) -> bool:
+        """Whether this rank reads the model's files itself."""
+        return True
+
+    def weights_on_rank(self, profile: Profile, rank: int) -> float:
+        """The part of the model's weights that this rank's GPUs hold together, 0..1."""
+        return 1.0 / profile.nodes
+
+    def warnings(self, profile: Profile, findings: Findings) -> None:
+        """What an operator should know about running this engine so. Adapters override it."""

@@ -1,0 +1,135 @@
+# Copyright (c) 2026 The rankzero.inference authors
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""The environment of a shard's launches: every variable with its value and the reason for it.
+
+It is complete and reproducible: it starts from nothing, never from the environment of whoever ran Ansible.
+Sources: NCCL user guide (environment variables, 2.30); PyTorch's Gloo and TensorPipe device factories for the exact-name rule.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing as t
+
+from ansible_collections.rankzero.inference.plugins.plugin_utils import fabric as fabrics
+from ansible_collections.rankzero.inference.plugins.plugin_utils.addressing import Endpoint
+from ansible_collections.rankzero.inference.plugins.plugin_utils.environment_names import refusal
+from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings
+
+SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+@dataclasses.dataclass
+class Environment:
+    """Values and reasons by variable name. C(set) is for generated values; C(override) for the profile's."""
+
+    values: dict[str, str] = dataclasses.field(default_factory=dict)
+    why: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def set(self, name: str, value: str, why: str) -> None:
+        self.values[name] = value
+        self.why[name] = why
+
+    def update(self, other: t.Mapping[str, tuple[str, str]]) -> None:
+        for name, (value, why) in other.items():
+            self.set(name, value, why)
+
+    def copy(self) -> Environment:
+        return Environment(dict(self.values), dict(self.why))
+
+
+def base(work_dir: str, build_env: t.Mapping[str, str]) -> Environment:
+    """What every process needs, and what the registered engine build declares (PATH, LD_LIBRARY_PATH, HF_HOME, ...)."""
+    env = Environment()
+    env.set("HOME", work_dir, "an empty home, so that no configuration file of a user changes the engine")
+    env.set("LANG", "C.UTF-8", "the same language everywhere: log lines are searched for causes")
+    env.set("PATH", SYSTEM_PATH, "the system's directories")
+    env.set("XDG_CONFIG_HOME", work_dir + "/.config", "an empty configuration home")
+    env.set("XDG_CACHE_HOME", work_dir + "/.cache", "caches below the service's own directory")
+    for name, value in build_env.items():
+        env.set(name, str(value), "declared by the registered engine build")
+    return env
+
+
+def gpu_selection(env: Environment, gpus: t.Sequence[t.Mapping[str, t.Any]], token: str) -> None:
+    """CUDA_VISIBLE_DEVICES by UUID, or by index in PCI order for engines that parse integers (vllm#41848); empty hides every GPU."""
+    names = [str(gpu["uuid"] if token == "uuid" else gpu["index"]) for gpu in gpus]
+    env.set("CUDA_DEVICE_ORDER", "PCI_BUS_ID", "CUDA's own order is by speed and differs from NVML's (gpustack#1633)")
+    env.set("CUDA_VISIBLE_DEVICES", ",".join(names), "the shard's GPUs: %s" % ", ".join("%s (%s)" % (gpu["index"], gpu["uuid"]) for gpu in gpus) if gpus else "a CPU shard sees no GPU")
+
+
+def bootstrap_interface(env: Environment, endpoint: Endpoint) -> None:
+    """NCCL matches by prefix unless the list begins with C(=); Gloo and TensorPipe take the plain name (nccl-tests#9, aws-do-eks#51)."""
+    why = "%s: %s" % (endpoint.why, endpoint.address)
+    env.set("NCCL_SOCKET_IFNAME", "=" + endpoint.interface, why + " (= is the exact form)")
+    env.set("GLOO_SOCKET_IFNAME", endpoint.interface, why)
+    env.set("TP_SOCKET_IFNAME", endpoint.interface, why)
+    if endpoint.is_ipv6:
+        env.set("NCCL_SOCKET_FAMILY", "AF_INET6", "the management address is IPv6")
+
+
+def fabric_variables(env: Environment, choice: fabrics.Choice, ports: t.Sequence[fabrics.Port], *, nccl: str | None, host: str, rank: int, findings: Findings) -> None:
+    """What tells NCCL to use the chosen HCA ports and nothing else."""
+    if any(port.get("transport") == "efa" for port in ports):
+        env.set("FI_PROVIDER", "efa", "the shard's ports are AWS EFA; no NCCL_IB_ variable applies to them (aws-ofi-nccl#803)")
+        return
+    if not ports:
+        env.set("NCCL_IB_DISABLE", "1", choice.why or "no HCA was planned")
+        return
+    env.set("NCCL_IB_DISABLE", "0", "fabric %s" % choice.name)
+    env.set("NCCL_IB_HCA", "=" + ",".join(map(fabrics.port_name, ports)), "fabric %s (%s), exactly these %d ports" % (choice.name, choice.why, len(ports)))
+    if choice.link == "ethernet":
+        _gid_variables(env, fabrics.gid_rule(ports, choice.keys, host=host, rank=rank, findings=findings))
+    if version(nccl) >= (2, 21):
+        env.set("NCCL_NET", "IB", "HCAs were planned: a silent fall to TCP becomes an error")
+    if version(nccl) >= (2, 30):
+        env.set("NCCL_IGNORE_NET_MISMATCH", "0", "unequal HCAs fail instead of degrading (NCCL 2.30, NVIDIA/nccl#2428)")
+
+
+def _gid_variables(env: Environment, gid: fabrics.Gid | None) -> None:
+    if gid is None:
+        return
+    if gid.index is not None:
+        env.set("NCCL_IB_GID_INDEX", str(gid.index), gid.why)
+    if gid.address_range is not None:
+        env.set("NCCL_IB_ADDR_RANGE", gid.address_range, gid.why)
+    if gid.ipv6:
+        env.set("NCCL_IB_ADDR_FAMILY", "AF_INET6", "the fabric has IPv6 addresses only (uccl#803)")
+
+
+def nvlink_variables(env: Environment, nodes: int, wanted: bool, proven: bool, domain: str | None) -> None:
+    """Multi-node NVLink: on where it was asked for (the plan has refused an unproven domain), explicitly off where GPUs have a domain that does not hold."""
+    if nodes > 1 and wanted:
+        env.set("NCCL_MNNVL_ENABLE", "1", "the replica's fabric is NVLink domain %s" % domain)
+        env.set("NCCL_CUMEM_ENABLE", "1", "multi-node NVLink needs cuMem allocations")
+    elif nodes > 1 and domain and not proven:
+        env.set("NCCL_MNNVL_ENABLE", "0", "the GPUs are not in one proven NVLink domain; NCCL's automatic choice can fail there (NCCL mnnvl.cc)")
+
+
+def override(env: Environment, overrides: t.Mapping[str, str], *, rank: int, host: str, findings: Findings) -> None:
+    """The profile's variables win; one that replaces a generated value is a warning with both values. Refused names are dropped, whatever let them through."""
+    for name, value in sorted(overrides.items()):
+        if refusal(name):
+            continue
+        if name in env.values and env.values[name] != value:
+            findings.warn("env.%s" % name, value, env.values[name], "The profile overrides the value that the plan generated (%s)." % env.why[name], host=host, rank=rank)
+            env.set(name, value, "set by the profile, instead of %s" % env.values[name])
+        else:
+            env.set(name, value, "set by the profile")
+
+
+def threads(env: Environment, count: int) -> None:
+    if count:
+        env.set("OMP_NUM_THREADS", str(count), "threads of the profile")
+
+
+def version(text: str | None) -> tuple[int, ...]:
+    """C("2.30.7") is (2, 30, 7); unknown is (), older than everything."""
+    parts: list[int] = []
+    for part in (text or "").split("."):
+        digits = "".join(character for character in part if character.isdigit())
+        if not digits:
+            break
+        parts.append(int(digits))
+    return tuple(parts)

@@ -1,0 +1,88 @@
+# Copyright (c) 2026 The rankzero.inference authors
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Faults and warnings as data. They become text only when somebody looks at them."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import typing as t
+
+_NUMBER = re.compile(r"(\d+)")
+
+
+def natural_key(text: str) -> list[t.Any]:
+    """Sort key under which C(gpu2) comes before C(gpu10): runs of digits count as numbers."""
+    return [int(part) if part.isdigit() else part.lower() for part in _NUMBER.split(text)] + [text]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """One thing that keeps a replica from being deployed, or, as a warning, one that an operator should know.
+
+    C(host) and C(rank) are None where it concerns no one host. C(field) names the option, fact or file; C(seen) and C(wanted) are short
+    texts; C(hint) says what to do.
+    """
+
+    host: str | None
+    rank: int | None
+    field: str
+    seen: str
+    wanted: str
+    hint: str = ""
+
+    def as_dict(self) -> dict[str, t.Any]:
+        return dataclasses.asdict(self)
+
+    def text(self) -> str:
+        """One readable paragraph, as an operator sees it."""
+        where = " ".join(part for part in (self.host or "", "rank %d" % self.rank if self.rank is not None else "") if part)
+        line = "%s%s: seen %s, wanted %s" % ("%s: " % where if where else "", self.field, self.seen, self.wanted)
+        return "%s. %s" % (line, self.hint) if self.hint else line
+
+    def sort_key(self) -> tuple[t.Any, ...]:
+        return (self.host is not None, natural_key(self.host or ""), -1 if self.rank is None else self.rank, self.field, self.seen, self.wanted)
+
+
+class Findings:
+    """Collects faults and warnings; nothing stops at the first one."""
+
+    def __init__(self) -> None:
+        self._faults: set[Fault] = set()
+        self._warnings: set[Fault] = set()
+
+    def fault(self, field: str, seen: t.Any, wanted: str, hint: str = "", *, host: str | None = None, rank: int | None = None) -> None:
+        self._faults.add(Fault(host, rank, field, shown(seen), wanted, hint))
+
+    def warn(self, field: str, seen: t.Any, wanted: str, hint: str = "", *, host: str | None = None, rank: int | None = None) -> None:
+        self._warnings.add(Fault(host, rank, field, shown(seen), wanted, hint))
+
+    @property
+    def faults(self) -> list[Fault]:
+        return sorted(self._faults, key=Fault.sort_key)
+
+    @property
+    def warnings(self) -> list[Fault]:
+        return sorted(self._warnings, key=Fault.sort_key)
+
+
+def shown(value: t.Any) -> str:
+    """How a value that was seen is written: strings that carry surprises are quoted with escapes, and nothing is longer than 200 characters."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        plain = value and value.isprintable() and value == value.strip()
+        text = value if plain else repr(str(value))
+    else:
+        text = str(value)
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
+def report(faults: t.Sequence[Fault], heading: str) -> str:
+    """The whole list as text: a heading line and one numbered line for each fault."""
+    lines = ["%s (%d):" % (heading, len(faults))]
+    lines += ["  %d. %s" % (number, fault.text()) for number, fault in enumerate(faults, 1)]
+    return "\n".join(lines)

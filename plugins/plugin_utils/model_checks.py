@@ -1,0 +1,125 @@
+# Copyright (c) 2026 The rankzero.inference authors
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Checks of the model against the ranks it is to run on, from the model's own files as node facts describe them."""
+
+from __future__ import annotations
+
+import typing as t
+
+from ansible_collections.rankzero.inference.plugins.plugin_utils import quantization
+from ansible_collections.rankzero.inference.plugins.plugin_utils.engines.base import Engine
+from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings
+from ansible_collections.rankzero.inference.plugins.plugin_utils.profile import Profile
+
+if t.TYPE_CHECKING:
+    from ansible_collections.rankzero.inference.plugins.plugin_utils.plan import Rank
+
+MIB = 1024 * 1024
+# What a shard must hold on each GPU at the least. A bare CUDA context holds some 300 to 650 MiB, and is no proof of a loaded shard.
+EXPECTED_FLOOR_MIB = 1024
+# Weights are not spread perfectly evenly, and some layers may stay on the host (token embeddings in llama.cpp).
+WEIGHTS_SHARE = 0.8
+
+
+def check(ranks: t.Sequence[Rank], profile: Profile, engine: Engine, findings: Findings) -> None:
+    for one in ranks:
+        if engine.needs_model(profile, one.rank):
+            check_readable(one.host.name, one.rank, one.facts, profile, findings)
+    _check_same_files(ranks, profile, engine, findings)
+    _check_heads(ranks, profile, engine, findings)
+    _check_capability(ranks, profile, engine, findings)
+
+
+def _paths(profile: Profile) -> list[tuple[str, str]]:
+    return [("model_path", profile.model_path)] + [("adapters.%s" % adapter.name, adapter.path) for adapter in profile.adapters]
+
+
+def check_readable(host: str, rank: int | None, facts: t.Mapping[str, t.Any], profile: Profile, findings: Findings) -> None:
+    """The model and every adapter must be there and be readable by the service's user; facts that do not say are a warning."""
+    for field, path in _paths(profile):
+        if not path:
+            continue
+        model = facts["models"].get(path)
+        if model is None:
+            findings.warn(field, "%s was not looked at" % path, "facts about the model's files", "Facts gathered by the deploy look at it.", host=host, rank=rank)
+        elif not model.get("exists"):
+            findings.fault(field, "no %s" % path, "a file or directory on the host", "Copy the model there, or correct the path.", host=host, rank=rank)
+        elif not model.get("readable"):
+            findings.fault(field, "%s, which the service's user cannot read%s" % (path, ": %s" % model["error"] if model.get("error") else ""), "a readable path",
+                           "Give the service's user (replica_user) read access.", host=host, rank=rank)
+
+
+def _check_same_files(ranks: t.Sequence[Rank], profile: Profile, engine: Engine, findings: Findings) -> None:
+    for field, path in _paths(profile):
+        seen: tuple[Rank, t.Any] | None = None
+        for one in ranks:
+            model = one.facts["models"].get(path)
+            if not engine.needs_model(profile, one.rank) or not model or model.get("bytes") is None:
+                continue
+            size = (model["bytes"], model.get("files"))
+            if seen is None:
+                seen = (one, size)
+            elif size != seen[1]:
+                findings.fault(field, "%d bytes in %s files" % size, "%d bytes in %s files, as on %s" % (*seen[1], seen[0].host.name), "All ranks load the same files.",
+                               host=one.host.name, rank=one.rank)
+
+
+def _config(ranks: t.Sequence[Rank], profile: Profile) -> t.Mapping[str, t.Any]:
+    for one in ranks:
+        config = (one.facts["models"].get(profile.model_path) or {}).get("config")
+        if isinstance(config, t.Mapping):
+            return config
+    return {}
+
+
+def _check_heads(ranks: t.Sequence[Rank], profile: Profile, engine: Engine, findings: Findings) -> None:
+    heads = _config(ranks, profile).get("num_attention_heads")
+    if engine.heads_divide and isinstance(heads, int) and heads % profile.tp:
+        findings.fault("tp", profile.tp, "a divisor of the model's %d attention heads" % heads, "vLLM and SGLang split heads evenly over the tensor parallel group.")
+
+
+def wanted_quantizations(ranks: t.Sequence[Rank], profile: Profile, engine: Engine) -> list[tuple[str, str]]:
+    """(where it is said, quantization): the profile, its arguments in the engine's own spellings, and the model's config.json."""
+    found = []
+    if profile.quantization:
+        found.append(("quantization", profile.quantization))
+    found += [("args", name) for name in engine.quantization_arguments(profile)]
+    method = (_config(ranks, profile).get("quantization_config") or {}).get("quant_method")
+    if method:
+        found.append(("config.json", str(method)))
+    return found
+
+
+def _check_capability(ranks: t.Sequence[Rank], profile: Profile, engine: Engine, findings: Findings) -> None:
+    """Each quantization's minimum against every GPU. An unknown capability lets it through, and is said."""
+    for where, name in wanted_quantizations(ranks, profile, engine):
+        minimum = engine.quantization_minimum(name)
+        if minimum is None:
+            if engine.quantizations:
+                findings.warn(where, "quantization %s" % name, "one that %s is known to have" % engine.name, "Its minimum compute capability is not known here.")
+            continue
+        for one in ranks:
+            for gpu in one.gpus:
+                have = quantization.capability(gpu.get("compute_capability"))
+                label = "GPU %s (%s)" % (gpu.get("index"), gpu.get("model"))
+                if have is None:
+                    findings.warn(where, "%s with an unknown compute capability" % label, "%s or newer for %s" % (quantization.written(minimum), name), "It is let through.", host=one.host.name, rank=one.rank)
+                elif have < minimum:
+                    findings.fault(where, "%s with compute capability %s" % (label, quantization.written(have)), "%s or newer for quantization %s" % (quantization.written(minimum), name),
+                                   "Take newer GPUs or another quantization.", host=one.host.name, rank=one.rank)
+
+
+def gpu_details(one: Rank, profile: Profile, engine: Engine) -> list[dict[str, t.Any]]:
+    """The shard's GPUs with the MiB that prove it holds its share on each."""
+    expected = expected_mib(one, profile, engine)
+    return [{"uuid": gpu["uuid"], "index": gpu.get("index"), "pci_bdf": gpu.get("pci_bdf"), "expected_mib": expected} for gpu in one.gpus]
+
+
+def expected_mib(one: Rank, profile: Profile, engine: Engine) -> int:
+    """The profile's own number; else the rank's part of the weights, spread over its GPUs; in any case well above a bare CUDA context."""
+    if profile.gpu_memory_min_mib:
+        return profile.gpu_memory_min_mib
+    weights = (one.facts["models"].get(profile.model_path) or {}).get("weight_bytes") or 0
+    share = weights * engine.weights_on_rank(profile, one.rank) / MIB / max(len(one.gpus), 1)
+    return max(EXPECTED_FLOOR_MIB, int(share * WEIGHTS_SHARE))

@@ -1,0 +1,282 @@
+# Copyright (c) 2026 The rankzero.inference authors
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Which hosts, ranks and GPUs a replica gets. Deterministic, sticky, and able to say why a host was not taken."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import typing as t
+
+from ansible_collections.rankzero.inference.plugins.plugin_utils import fabric as fabrics
+from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Fault, Findings, natural_key, shown
+from ansible_collections.rankzero.inference.plugins.plugin_utils.profile import Profile
+
+Facts = t.Mapping[str, t.Any]
+Gpu = t.Mapping[str, t.Any]
+
+# A bare context of a display server or of a monitoring agent; what holds more is in somebody's use.
+FOREIGN_TOLERANCE_MIB = 64
+_DISTANCE = {"PIX": 0, "PXB": 1, "NV": 1, "PHB": 2, "NODE": 3, "SYS": 4}
+
+
+@dataclasses.dataclass
+class Candidate:
+    """A host of the pool: its facts, the GPUs that are free for this replica, and what speaks against taking it."""
+
+    host: str
+    facts: Facts
+    free: list[Gpu] = dataclasses.field(default_factory=list)
+    problems: list[Fault] = dataclasses.field(default_factory=list)
+    stated_rank: int | None = None
+    current_rank: int | None = None
+
+    def problem(self, field: str, seen: t.Any, wanted: str, hint: str = "") -> None:
+        self.problems.append(Fault(self.host, self.stated_rank, field, shown(seen), wanted, hint))
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Hosts by rank, each with its GPUs, and a reason for every host of the pool that was not chosen."""
+
+    hosts: tuple[str, ...]
+    gpus: t.Mapping[str, tuple[Gpu, ...]]
+    not_chosen: t.Mapping[str, str]
+
+
+def of_class(gpu: Gpu, gpu_class: str) -> bool:
+    """C(H100) fits C(NVIDIA H100 80GB HBM3), C(A10) does not fit C(NVIDIA A100): whole words, in order, whatever their case."""
+    words = r"\W+".join(map(re.escape, gpu_class.split()))
+    return re.search(r"(?<![A-Za-z0-9])%s(?![A-Za-z0-9])" % words, str(gpu.get("model") or ""), re.IGNORECASE) is not None
+
+
+def gpu_type(gpu: Gpu) -> tuple[t.Any, ...]:
+    """What must be equal over all GPUs of a replica: model, memory size (MiB), compute capability."""
+    return (gpu.get("model"), gpu["memory"].get("total_mib"), gpu.get("compute_capability"))
+
+
+def described(kind: tuple[t.Any, ...]) -> str:
+    return "%s, %s MiB, capability %s" % tuple("unknown" if part is None else part for part in kind)
+
+
+def examine(host: str, facts: Facts, profile: Profile, replica: str, stated_rank: int | None) -> Candidate:
+    """Everything about one host that decides whether it can carry a shard of this profile."""
+    shard = facts["shards"].get(replica) or {}
+    rank = shard.get("rank")
+    candidate = Candidate(host, facts, stated_rank=stated_rank, current_rank=rank if isinstance(rank, int) and rank < profile.nodes else None)
+    cordoned = facts.get("cordoned")
+    if cordoned:
+        candidate.problem("cordoned", "cordoned by %s: %s" % (cordoned.get("by"), cordoned.get("reason")), "a host that is not cordoned", "Undrain the host, or take another.")
+    if not profile.on_cpu:
+        _examine_gpus(candidate, profile, replica)
+    return candidate
+
+
+def _examine_gpus(candidate: Candidate, profile: Profile, replica: str) -> None:
+    driver = candidate.facts["drivers"].get("nvidia") or {}
+    gpus = candidate.facts["gpus"]
+    if driver.get("state") not in (None, "ok", "gpus_missing") and not any(gpu.get("uuid") for gpu in gpus):
+        candidate.problem("drivers.nvidia", "%s: %s" % (driver.get("state"), driver.get("message") or ""), "a working NVIDIA driver that pynvml can ask", str(driver.get("hint") or ""))
+    refused = []
+    for gpu in gpus:
+        reason = why_not(gpu, profile, replica)
+        if reason is None:
+            candidate.free.append(gpu)
+        else:
+            refused.append("GPU %s (%s) %s" % (gpu.get("index"), gpu.get("uuid") or gpu.get("pci_bdf") or "no UUID", reason))
+    if len(candidate.free) < profile.gpus_per_node:
+        seen = "%d free of %d%s" % (len(candidate.free), len(gpus), ": " + "; ".join(refused) if refused else "")
+        candidate.problem("gpus", seen, "%d GPUs%s" % (profile.gpus_per_node, " of class %s" % profile.gpu_class if profile.gpu_class else ""),
+                          "Free the GPUs, lower gpus_per_node, or take another host.")
+
+
+def why_not(gpu: Gpu, profile: Profile, replica: str) -> str | None:
+    """Why this GPU cannot be given to the replica, or None. What the replica itself holds is free for it."""
+    if not gpu.get("uuid"):
+        return "cannot be identified: %s" % ("; ".join(gpu["health"].get("reasons") or ()) or "no UUID")
+    if gpu["health"].get("state") in ("unhealthy", "lost", "not_permitted"):
+        return "is %s: %s" % (gpu["health"]["state"], "; ".join(gpu["health"].get("reasons") or ()))
+    if gpu["partition"].get("kind") or gpu["partition"].get("mode_current") in (True, "enabled", 1):
+        return "is partitioned (MIG)"
+    if gpu.get("compute_mode") == "prohibited":
+        return "is in compute mode prohibited"
+    if profile.gpu_class and not of_class(gpu, profile.gpu_class):
+        return "is no %s: %s" % (profile.gpu_class, gpu.get("model"))
+    holders = [_holder(process) for process in gpu["processes"] if is_foreign(process, replica)]
+    if holders:
+        return "is held by %s" % ", ".join(holders)
+    return None
+
+
+def is_foreign(process: t.Mapping[str, t.Any], replica: str) -> bool:
+    """True for a process of somebody else that holds more than a bare context of a display, or an unknown amount."""
+    shard = process.get("shard")
+    if shard is not None and str(shard).rsplit("/", 1)[0] == replica:
+        return False
+    used = process.get("used_mib")
+    if process.get("kind") == "graphics" and (used is None or used <= FOREIGN_TOLERANCE_MIB):
+        return False
+    return used is None or used > FOREIGN_TOLERANCE_MIB
+
+
+def _holder(process: t.Mapping[str, t.Any]) -> str:
+    amount = "unknown memory" if process.get("used_mib") is None else "%s MiB" % process["used_mib"]
+    if process.get("shard"):
+        return "shard %s (pid %s, %s)" % (process["shard"], process.get("pid"), amount)
+    return "pid %s %s of %s (%s)" % (process.get("pid"), process.get("name") or "", process.get("user") or "unknown user", amount)
+
+
+def place(candidates: t.Sequence[Candidate], profile: Profile, replica: str, leader: str | None, wanted_fabric: t.Sequence[str], findings: Findings) -> Placement | None:
+    """Choose the hosts, give them ranks and GPUs. Returns None with faults where that cannot be done without guessing."""
+    pool = sorted(candidates, key=lambda candidate: natural_key(candidate.host))
+    good = [candidate for candidate in pool if not candidate.problems]
+    if len(pool) <= profile.nodes:
+        _fault_all(pool, findings)
+    if len(pool) < profile.nodes:
+        findings.fault("replica_hosts", "%d hosts: %s" % (len(pool), ", ".join(candidate.host for candidate in pool) or "none"), "%d hosts (nodes of the profile)" % profile.nodes,
+                       "Add hosts to the group, or run without --limit.")
+        return None
+    if len(good) < profile.nodes:
+        if len(pool) > profile.nodes:
+            _fault_all(pool, findings)
+            findings.fault("replica_hosts", "%d of %d hosts can carry a shard" % (len(good), len(pool)), "%d hosts" % profile.nodes, "See the faults of the others.")
+        return None
+    chosen = _choose_hosts(good, profile, leader, wanted_fabric, findings)
+    if chosen is None:
+        return None
+    ranked = _rank(chosen, leader, findings)
+    if ranked is None:
+        return None
+    gpus = {candidate.host: _pick_gpus(candidate, profile, replica, wanted_fabric) for candidate in ranked}
+    _check_one_type(ranked, gpus, findings)
+    return Placement(tuple(candidate.host for candidate in ranked), gpus, _not_chosen(pool, ranked))
+
+
+def _fault_all(pool: t.Sequence[Candidate], findings: Findings) -> None:
+    for candidate in pool:
+        for fault in candidate.problems:
+            findings.fault(fault.field, fault.seen, fault.wanted, fault.hint, host=fault.host, rank=fault.rank)
+
+
+def _choose_hosts(good: list[Candidate], profile: Profile, leader: str | None, wanted_fabric: t.Sequence[str], findings: Findings) -> list[Candidate] | None:
+    """Prefer hosts that already carry this replica, then natural order; never mix kinds of hosts that an operator may have meant apart."""
+    if leader is not None and not any(candidate.host == leader for candidate in good):
+        findings.fault("replica_leader", leader, "a host of the replica that can carry a shard", "Hosts that can: %s." % ", ".join(candidate.host for candidate in good))
+        return None
+    if len(good) == profile.nodes:
+        return good
+    kinds: dict[tuple[t.Any, ...], list[Candidate]] = {}
+    by_fabric = profile.nodes > 1 and list(wanted_fabric) != ["none"] and not _one_fabric(good, wanted_fabric)
+    for candidate in good:
+        kinds.setdefault(_kind(candidate, profile, wanted_fabric, by_fabric), []).append(candidate)
+    enough = {kind: members for kind, members in kinds.items() if len(members) >= profile.nodes}
+    sticky = [members for members in enough.values() if any(member.current_rank is not None or member.host == leader for member in members)]
+    options = sticky if len(sticky) == 1 else list(enough.values())
+    if len(options) != 1:
+        listed = "; ".join("%s: %s" % (_kind_text(kind), ", ".join(member.host for member in members)) for kind, members in sorted(kinds.items(), key=str))
+        findings.fault("replica_hosts", listed, "%d hosts of one kind" % profile.nodes if not enough else "one kind of hosts that fits",
+                       "Set gpu_class in the profile, or replica_fabric, or name the hosts.")
+        return None
+    def order(candidate: Candidate) -> tuple[t.Any, ...]:
+        return (candidate.host != leader, candidate.stated_rank is None, candidate.current_rank is None, natural_key(candidate.host))
+    return sorted(options[0], key=order)[:profile.nodes]
+
+
+def _one_fabric(good: list[Candidate], wanted: t.Sequence[str]) -> bool:
+    """True where fabrics cannot tell the hosts apart: all share one, or none has any."""
+    keys = [_fabric_keys(candidate, wanted) for candidate in good]
+    return bool(set.intersection(*map(set, keys))) or not any(keys)
+
+
+def _fabric_keys(candidate: Candidate, wanted: t.Sequence[str]) -> frozenset[str]:
+    keys = {key for port in fabrics.usable_ports(candidate.facts) for key in port["fabrics"]} | {nvlink_key(gpu) for gpu in candidate.free if nvlink_key(gpu)}
+    narrowed = keys & set(wanted)
+    return frozenset(narrowed if wanted else keys)
+
+
+def nvlink_key(gpu: Gpu) -> str:
+    """C(nvl:<cluster id>/<clique>) of a GPU in an NVLink domain, C() elsewhere."""
+    domain = gpu.get("interconnect_domain") or {}
+    return "nvl:%s/%s" % (domain["id"], domain.get("clique")) if domain.get("id") else ""
+
+
+def _kind(candidate: Candidate, profile: Profile, wanted: t.Sequence[str], by_fabric: bool) -> tuple[t.Any, ...]:
+    types = tuple(sorted({gpu_type(gpu) for gpu in candidate.free}, key=str)) if not profile.on_cpu else ()
+    return (types, tuple(sorted(_fabric_keys(candidate, wanted))) if by_fabric else ())
+
+
+def _kind_text(kind: tuple[t.Any, ...]) -> str:
+    types, keys = kind
+    return " and ".join(map(described, types)) + (" on %s" % ", ".join(keys) if keys else "") if types else "hosts on %s" % ", ".join(keys)
+
+
+def _rank(chosen: list[Candidate], leader: str | None, findings: Findings) -> list[Candidate] | None:
+    """Ranks that the operator states; then the ranks that hosts already have; then natural order of names."""
+    nodes = len(chosen)
+    by_rank: dict[int, Candidate] = {}
+    for candidate in chosen:
+        stated = 0 if candidate.host == leader else candidate.stated_rank
+        if leader is not None and candidate.host == leader and candidate.stated_rank not in (None, 0):
+            findings.fault("replica_rank", candidate.stated_rank, "rank 0 for the host that replica_leader names", host=candidate.host)
+            return None
+        if stated is None:
+            continue
+        if stated >= nodes:
+            findings.fault("replica_rank", stated, "a rank from 0 to %d" % (nodes - 1), host=candidate.host)
+            return None
+        if stated in by_rank:
+            findings.fault("replica_rank" if stated else "replica_leader", "rank %d for %s and for %s" % (stated, by_rank[stated].host, candidate.host), "one host for each rank",
+                           "Two leaders cannot be: state each rank once.")
+            return None
+        by_rank[stated] = candidate
+    rest = [candidate for candidate in chosen if candidate not in by_rank.values()]
+    for candidate in list(rest):
+        if candidate.current_rank is not None and candidate.current_rank not in by_rank and candidate.current_rank < nodes:
+            by_rank[candidate.current_rank] = candidate
+            rest.remove(candidate)
+    for rank in range(nodes):
+        if rank not in by_rank:
+            by_rank[rank] = rest.pop(0)
+    return [by_rank[rank] for rank in range(nodes)]
+
+
+def _pick_gpus(candidate: Candidate, profile: Profile, replica: str, wanted_fabric: t.Sequence[str]) -> tuple[Gpu, ...]:
+    """The GPUs that the shard has now, if they still serve; else those nearest to the fabric's HCAs; else in PCI order. In PCI order at the end."""
+    if profile.on_cpu:
+        return ()
+    current = set((candidate.facts["shards"].get(replica) or {}).get("gpus") or ())
+    distances = candidate.facts["topology"].get("gpu_hca") or {}
+    ports = {port["name"] for port in fabrics.usable_ports(candidate.facts) if not wanted_fabric or set(wanted_fabric) & set(port["fabrics"])}
+
+    def pci(gpu: Gpu) -> str:
+        return str(gpu.get("pci_bdf") or "~")
+
+    def order(gpu: Gpu) -> tuple[t.Any, ...]:
+        near = [_DISTANCE.get(distance, 5) for name, distance in (distances.get(gpu["uuid"]) or {}).items() if name in ports]
+        return (gpu["uuid"] not in current, min(near, default=5), pci(gpu))
+
+    return tuple(sorted(sorted(candidate.free, key=order)[:profile.gpus_per_node], key=lambda gpu: (pci(gpu), gpu.get("index") or 0)))
+
+
+def _check_one_type(ranked: list[Candidate], gpus: t.Mapping[str, tuple[Gpu, ...]], findings: Findings) -> None:
+    """One model, one memory size, one capability over all hosts: kernels, dtypes and memory plans are chosen per GPU."""
+    kinds = [(rank, candidate.host, gpu) for rank, candidate in enumerate(ranked) for gpu in gpus[candidate.host]]
+    if not kinds:
+        return
+    first = gpu_type(kinds[0][2])
+    for rank, host, gpu in kinds[1:]:
+        if gpu_type(gpu) != first:
+            findings.fault("gpus", "GPU %s is %s" % (gpu.get("index"), described(gpu_type(gpu))), "%s, as GPU %s of %s" % (described(first), kinds[0][2].get("index"), kinds[0][1]),
+                           "All GPUs of a replica are of one type. Set gpu_class, or take other hosts.", host=host, rank=rank)
+
+
+def _not_chosen(pool: list[Candidate], ranked: list[Candidate]) -> dict[str, str]:
+    chosen = {candidate.host for candidate in ranked}
+    reasons = {}
+    for candidate in pool:
+        if candidate.host in chosen:
+            continue
+        text = "; ".join("%s: %s" % (fault.field, fault.seen) for fault in candidate.problems)
+        reasons[candidate.host] = text or "not needed: %d other hosts fit and come first" % len(ranked)
+    return reasons

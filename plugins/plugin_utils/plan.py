@@ -1,0 +1,426 @@
+# Copyright (c) 2026 The rankzero.inference authors
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""From a request and the facts of all hosts to a whole plan, or to every fault at once. Pure: no file, no socket, no clock, no randomness."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import typing as t
+
+from ansible_collections.rankzero.inference.plugins.plugin_utils import addressing, engines, environment, fabric, host_facts, model_checks, placement, ports
+from ansible_collections.rankzero.inference.plugins.plugin_utils import profile as profiles
+from ansible_collections.rankzero.inference.plugins.plugin_utils.addressing import Endpoint
+from ansible_collections.rankzero.inference.plugins.plugin_utils.engines.base import Engine, Launch, Peer, Shard
+from ansible_collections.rankzero.inference.plugins.plugin_utils.environment import Environment
+from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings
+from ansible_collections.rankzero.inference.plugins.plugin_utils.profile import Profile
+from ansible_collections.rankzero.inference.plugins.plugin_utils.values import NAME, Reader
+
+SCHEMA = 1
+DEFAULT_HTTP_PORT = 8000
+Facts = t.Mapping[str, t.Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class HostInput:
+    """One host of the play: its node facts and what the inventory says about it. C(root) is its replica_root."""
+
+    name: str
+    facts: t.Any
+    root: str = "/"
+    user: str | None = None
+    service_manager: str | None = None
+    address: str | None = None
+    management: str | None = None
+    rank: t.Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What is asked for, as written by people: values are read and judged here. C(key_digest) stands for the API key; the key itself never comes here."""
+
+    replica: t.Any
+    profile: t.Any
+    profiles: t.Any = None
+    hosts: tuple[HostInput, ...] = ()
+    absent_hosts: tuple[str, ...] = ()         # members of the group that --limit or a failure took out of the play
+    options: t.Mapping[str, t.Any] = dataclasses.field(default_factory=dict)     # fabric, fabrics, leader, http_port, http_host, leader_port, ...
+    key_digest: str | None = None
+    program_hashes: t.Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The request's options after reading."""
+
+    fabric: tuple[str, ...]
+    fabrics: t.Mapping[str, t.Any]
+    leader: str | None
+    http_port: int
+    http_host: str | None
+    leader_port: int | None
+
+
+@dataclasses.dataclass
+class Rank:
+    """One rank while it is being planned."""
+
+    rank: int
+    host: HostInput
+    facts: dict[str, t.Any]
+    gpus: tuple[placement.Gpu, ...]
+    endpoint: Endpoint | None = None
+    build: dict[str, t.Any] = dataclasses.field(default_factory=dict)
+    ports: tuple[fabric.Port, ...] = ()
+    gid: str | None = None
+
+
+def build_plan(request: Request) -> dict[str, t.Any]:
+    """The plan as data (docs/architecture.md). With faults it has no shards; nothing about a host was changed to find them."""
+    findings = Findings()
+    replica = _replica_name(request.replica, findings)
+    options = _read_options(request.options, findings)
+    profile = profiles.select(request.profile, request.profiles, findings)
+    engine = engines.load(profile.engine, findings) if profile else None
+    if profile and engine:
+        engine.validate(profile, "replica_profiles.%s" % profile.name, findings)
+        engine.warnings(profile, findings)
+    _check_hosts(request, findings)
+    plan = _empty_plan(replica, profile)
+    if profile and engine and replica:
+        plan.update(_plan_hosts(request, options, replica, profile, engine, findings))
+    plan["warnings"] = [warning.as_dict() for warning in findings.warnings]
+    plan["faults"] = [fault.as_dict() for fault in findings.faults]
+    if plan["faults"]:
+        plan.update({"shards": {}, "leader": None, "fingerprint": None})
+    return plan
+
+
+def _empty_plan(replica: str | None, profile: Profile | None) -> dict[str, t.Any]:
+    return {
+        "schema": SCHEMA, "replica": replica, "profile": profile.as_dict() if profile else None, "engine": profile.engine if profile else None, "fingerprint": None,
+        "pool": None, "fabric": None, "leader": None, "shards": {}, "not_chosen": {}, "leaving": [], "warnings": [], "faults": [],
+    }
+
+
+def _replica_name(name: t.Any, findings: Findings) -> str | None:
+    if not isinstance(name, str) or not NAME.match(name):
+        findings.fault("replica_name", name, "1 to 40 lower-case letters, digits and -, beginning and ending with a letter or digit", "It names the service and the files.")
+        return None
+    return str(name)
+
+
+def _read_options(data: t.Mapping[str, t.Any], findings: Findings) -> Options:
+    read = Reader(data, "", findings)
+    named = read.mapping("replica_fabrics")
+    wanted = read.text("replica_fabric") or ""
+    return Options(
+        fabric=tuple(part.strip() for part in wanted.split(",") if part.strip()), fabrics=named, leader=read.text("replica_leader"),
+        http_port=read.integer("replica_http_port", DEFAULT_HTTP_PORT, 1, 65535) or DEFAULT_HTTP_PORT, http_host=read.text("replica_http_host"),
+        leader_port=read.integer("replica_leader_port", None, 1, 65535),
+    )
+
+
+def _check_hosts(request: Request, findings: Findings) -> None:
+    if request.absent_hosts:
+        findings.fault("hosts", "without %s" % ", ".join(sorted(request.absent_hosts)), "all hosts of the replica's group",
+                       "A replica is planned as a whole: run without --limit, and outside of sliced jobs.")
+    for host in request.hosts:
+        problem = host_facts.problem(host.facts)
+        if problem:
+            findings.fault("inference_node", problem, "facts of schema %d" % host_facts.SCHEMA,
+                           "Gather them with rankzero.inference.node_facts, or give them as the inventory variable inference_node.", host=host.name)
+
+
+def _plan_hosts(request: Request, options: Options, replica: str, profile: Profile, engine: Engine, findings: Findings) -> dict[str, t.Any]:
+    """Place the ranks, then everything that depends on where they are."""
+    known = [host for host in request.hosts if not host_facts.problem(host.facts)]
+    facts = {host.name: host_facts.normalise(host.facts) for host in known}
+    candidates = [placement.examine(host.name, facts[host.name], profile, replica, _stated_rank(host, findings)) for host in known]
+    if options.leader is not None and options.leader not in facts:
+        findings.fault("replica_leader", options.leader, "one of the replica's hosts: %s" % ", ".join(sorted(facts)))
+        return {}
+    placed = placement.place(candidates, profile, replica, options.leader, options.fabric, findings)
+    if placed is None:
+        _check_unplaced(known, facts, profile, engine, findings)
+        return {"not_chosen": {}}
+    inputs = {host.name: host for host in known}
+    ranks = [Rank(rank, inputs[name], facts[name], placed.gpus[name]) for rank, name in enumerate(placed.hosts)]
+    _choose_endpoints(ranks, findings)
+    _choose_builds(ranks, profile, engine, findings)
+    model_checks.check(ranks, profile, engine, findings)
+    _check_service(ranks, findings)
+    choice = _choose_fabric(ranks, profile, options, findings)
+    leader_port = ports.choose_leader_port(ranks, options.leader_port, options.http_port, replica, profile.nodes, findings)
+    shards = _shards(ranks, options, replica, profile, engine, leader_port, request, findings)
+    ports.check(ranks, shards, engine, replica, findings)
+    return _whole(request, options, replica, profile, engine, ranks, shards, choice, placed, findings)
+
+
+def _stated_rank(host: HostInput, findings: Findings) -> int | None:
+    read = Reader({"replica_rank": host.rank}, "", Findings())
+    rank = read.integer("replica_rank", None, 0, 4095)
+    if read.findings.faults:
+        findings.fault("replica_rank", host.rank, "a whole number from 0", host=host.name)
+    return rank
+
+
+def _check_unplaced(hosts: t.Sequence[HostInput], facts: t.Mapping[str, dict[str, t.Any]], profile: Profile, engine: Engine, findings: Findings) -> None:
+    """Where no ranks could be given, what is wrong with each host all the same belongs into the one failure."""
+    for host in hosts:
+        _build_of(host.name, None, facts[host.name], profile, engine, findings)
+        model_checks.check_readable(host.name, None, facts[host.name], profile, findings)
+
+
+def _choose_endpoints(ranks: list[Rank], findings: Findings) -> None:
+    """The leader's address first: the others' interface is the one that leads to it."""
+    leader_address: str | None = None
+    for one in ranks:
+        if one.rank > 0 and leader_address is None and not (one.host.address or one.host.management):
+            continue            # the leader's own fault says what is missing
+        one.endpoint = addressing.choose(one.facts, host=one.host.name, rank=one.rank, explicit=one.host.address or None, management=one.host.management or None,
+                                         leader_address=leader_address if one.rank else None, single_node=len(ranks) == 1, findings=findings)
+        if one.rank == 0 and one.endpoint:
+            leader_address = one.endpoint.address
+        resolved = addressing.loopback_name_warning(one.facts)
+        if resolved and len(ranks) > 1 and not (one.endpoint and one.endpoint.address.startswith("127.")):
+            findings.warn("hostname_resolves_to", resolved, "an address of the management network", "Libraries that fall back to the host's own name would use loopback; the plan sets interfaces so that none has to.",
+                          host=one.host.name, rank=one.rank)
+    _check_addresses_differ(ranks, findings)
+
+
+def _check_addresses_differ(ranks: list[Rank], findings: Findings) -> None:
+    seen: dict[str, Rank] = {}
+    for one in ranks:
+        if one.endpoint is None:
+            continue
+        other = seen.setdefault(one.endpoint.address, one)
+        if other is not one:
+            findings.fault("replica_address", "%s, as %s has" % (one.endpoint.address, other.host.name), "an address of its own for every rank",
+                           "Set replica_address or replica_management so that the hosts differ.", host=one.host.name, rank=one.rank)
+    families = {one.endpoint.is_ipv6 for one in ranks if one.endpoint}
+    if len(families) > 1:
+        findings.fault("replica_management", "IPv4 on some ranks and IPv6 on others", "one address family over all ranks", "Set replica_management to a CIDR.")
+
+
+def _choose_builds(ranks: list[Rank], profile: Profile, engine: Engine, findings: Findings) -> None:
+    """Every rank's build, and that all are the same one: versions that differ hang or crash at the first exchange."""
+    for one in ranks:
+        one.build = _build_of(one.host.name, one.rank, one.facts, profile, engine, findings) or {}
+        if one.build and not profile.on_cpu and one.build.get("devices") is not None and not one.build["devices"]:
+            findings.fault("engines.%s" % engine.name, "build %s sees no devices" % one.build.get("name"), "a build that sees the host's GPUs",
+                           "It would serve from the CPU. Register a build with a GPU backend, or use gpus_per_node: 0.", host=one.host.name, rank=one.rank)
+    for key, what in (("fingerprint", "build"), ("version", "version"), ("nccl", "NCCL version")):
+        _check_equal(ranks, "engines.%s.%s" % (engine.name, key), what, lambda one: one.build.get(key), findings)
+    _check_equal(ranks, "drivers.nvidia.driver", "driver version", lambda one: (one.facts["drivers"].get("nvidia") or {}).get("driver") if one.gpus else None, findings)
+
+
+def _check_equal(ranks: list[Rank], field: str, what: str, value: t.Callable[[Rank], t.Any], findings: Findings) -> None:
+    known = [(one, value(one)) for one in ranks if value(one) is not None]
+    for one, seen in known[1:]:
+        if seen != known[0][1]:
+            findings.fault(field, seen, "%s, the %s of rank %d (%s)" % (known[0][1], what, known[0][0].rank, known[0][0].host.name), "All ranks run the same.",
+                           host=one.host.name, rank=one.rank)
+
+
+def _build_of(host: str, rank: int | None, facts: Facts, profile: Profile, engine: Engine, findings: Findings) -> dict[str, t.Any] | None:
+    """The registered build that the profile means on this host. One is taken; several are refused unless the profile names one."""
+    if not engine.needs_build:
+        return None
+    short = engine.name or profile.engine.rsplit(".", 1)[-1]
+    builds = [build for build in facts["engines"].get(short) or ()]
+    wanted = profile.engine_version
+    fitting = [build for build in builds if wanted is None or wanted in (build.get("name"), build.get("version"))]
+    sound = [build for build in fitting if not build.get("problems")]
+    listed = ", ".join("%s (%s)" % (build.get("name"), build.get("version")) for build in builds) or "none"
+    if len(sound) == 1:
+        return dict(sound[0])
+    field = "engines.%s" % short
+    if len(sound) > 1:
+        findings.fault(field, "several builds: %s" % listed, "one build", "Set engine_version in the profile to the name of one.", host=host, rank=rank)
+    elif fitting:
+        findings.fault(field, "; ".join("%s: %s" % (build.get("name"), ", ".join(build.get("problems") or ())) for build in fitting), "a build that works", "Register it again.", host=host, rank=rank)
+    else:
+        findings.fault(field, "registered builds: %s" % listed, "a registered build%s" % (" %s" % wanted if wanted else ""),
+                       "Register one: ansible-playbook rankzero.inference.check_engines -e engine_name=%s -e engine_path=PATH." % short, host=host, rank=rank)
+    return None
+
+
+def _check_service(ranks: list[Rank], findings: Findings) -> None:
+    for one in ranks:
+        manager = one.host.service_manager or one.facts["host"].get("service_manager")
+        if manager not in ("systemd", "supervisor"):
+            findings.fault("host.service_manager", manager, "systemd (as root), or the Python package supervisor",
+                           "Become root on a host with systemd, or install supervisor beside the host's Python: pip install supervisor.", host=one.host.name, rank=one.rank)
+
+
+def _choose_fabric(ranks: list[Rank], profile: Profile, options: Options, findings: Findings) -> fabric.Choice:
+    if len(ranks) == 1:
+        choice = fabric.none("a single node needs no network between GPUs", ",".join(options.fabric) or None, any(key.startswith("nvl:") for key in options.fabric))
+    elif profile.on_cpu and not options.fabric:
+        choice = fabric.none("CPU ranks use TCP")
+    else:
+        choice = fabric.choose(options.fabric, options.fabrics, {one.host.name: one.facts for one in ranks}, {one.host.name: [gpu["uuid"] for gpu in one.gpus] for one in ranks},
+                               {one.host.name: one.endpoint.interface for one in ranks if one.endpoint}, findings)
+    for one in ranks:
+        one.ports = tuple(choice.ports.get(one.host.name) or ())
+    if choice.nvlink and len(ranks) > 1:
+        _check_nvlink(ranks, options, findings)
+    return choice
+
+
+def nvlink_problem(ranks: t.Sequence[Rank], wanted: str | None) -> str | None:
+    """Why the GPUs of these ranks are not one proven NVLink domain, or None (NCCL mnnvl.cc; facts of NVML's fabric info)."""
+    keys = {placement.nvlink_key(gpu) for one in ranks for gpu in one.gpus}
+    if not keys or "" in keys:
+        return "GPUs that are in no NVLink domain"
+    if len(keys) > 1:
+        return "GPUs of several NVLink domains: %s" % ", ".join(sorted(keys))
+    key = next(iter(keys))
+    if wanted and wanted not in (key, key.rsplit("/", 1)[0]):
+        return "GPUs of %s" % key
+    for one in ranks:
+        for gpu in one.gpus:
+            domain = gpu["interconnect_domain"]
+            if domain.get("state") not in (None, "completed"):
+                return "GPU %s of %s in state %s" % (gpu.get("index"), one.host.name, domain["state"])
+            if domain.get("health") == "unhealthy":
+                return "GPU %s of %s unhealthy in its NVLink domain" % (gpu.get("index"), one.host.name)
+        imex = (one.facts["limits"].get("imex") or {}).get("domain")
+        if isinstance(imex, t.Mapping) and imex.get("status") not in (None, "UP"):
+            return "the IMEX domain %s on %s" % (imex["status"], one.host.name)
+    return None
+
+
+def _check_nvlink(ranks: list[Rank], options: Options, findings: Findings) -> None:
+    wanted = next(key for key in options.fabric if key.startswith("nvl:"))
+    problem = nvlink_problem(ranks, wanted)
+    if problem:
+        findings.fault("replica_fabric", "%s with %s" % (wanted, problem), "all GPUs of the replica in that NVLink domain, completed and healthy",
+                       "Use the key that node facts give (nvl:<cluster>/<clique>), or another fabric.")
+
+
+def _shards(ranks: list[Rank], options: Options, replica: str, profile: Profile, engine: Engine, leader_port: int, request: Request, findings: Findings) -> list[Shard]:
+    leader = ranks[0].endpoint.address if ranks[0].endpoint else ""
+    result = []
+    for one in ranks:
+        address = one.endpoint.address if one.endpoint else ""
+        peers = tuple(Peer(other.rank, other.host.name, other.endpoint.address if other.endpoint else "") for other in ranks if other is not one)
+        result.append(Shard(
+            profile=profile, rank=one.rank, host=one.host.name, address=address, leader_address=leader, leader_port=leader_port, http_host=options.http_host or address,
+            http_port=options.http_port, peers=peers, gpus=one.gpus, build=one.build, python=str((one.facts["host"].get("python") or {}).get("executable") or "/usr/bin/python3"),
+            current_dir=below(one.host.root, "etc/rankzero/%s/current" % replica), work_dir=below(one.host.root, "var/lib/rankzero/%s" % replica), has_key=request.key_digest is not None,
+        ))
+    return result
+
+
+def below(root: str, path: str) -> str:
+    return "%s/%s" % (root.rstrip("/"), path)
+
+
+def _environment(one: Rank, shard: Shard, profile: Profile, engine: Engine, choice: fabric.Choice, options: Options, proven: bool, findings: Findings) -> Environment:
+    env = environment.base(shard.work_dir, one.build.get("env") or {})
+    environment.gpu_selection(env, one.gpus, engine.gpu_token)
+    if one.endpoint:
+        environment.bootstrap_interface(env, one.endpoint)
+    environment.fabric_variables(env, choice, one.ports, nccl=one.build.get("nccl"), host=one.host.name, rank=one.rank, findings=findings)
+    domain = next((placement.nvlink_key(gpu) for gpu in one.gpus if placement.nvlink_key(gpu)), None)
+    environment.nvlink_variables(env, profile.nodes, choice.nvlink, proven, domain)
+    environment.threads(env, profile.threads)
+    return env
+
+
+def _whole(request: Request, options: Options, replica: str, profile: Profile, engine: Engine, ranks: list[Rank], shards: list[Shard], choice: fabric.Choice,
+           placed: placement.Placement, findings: Findings) -> dict[str, t.Any]:
+    """All parts together, and the fingerprint over everything that decides how a shard runs."""
+    proven = nvlink_problem(ranks, None) is None
+    planned = {}
+    for one, shard in zip(ranks, shards):
+        env = _environment(one, shard, profile, engine, choice, options, proven, findings)
+        planned[one.host.name] = _planned_shard(one, shard, profile, engine, env, request, findings)
+    whole = {
+        "pool": profile.gpu_class or _pool_of(ranks), "fabric": choice.name, "shards": planned, "not_chosen": dict(placed.not_chosen),
+        "leaving": sorted(name for name in placed.not_chosen if _has_shard(request, name, replica)),
+        "leader": {"host": ranks[0].host.name, "address": shards[0].address, "port": shards[0].leader_port, "url": _url(shards[0])},
+    }
+    whole["fingerprint"] = _fingerprint(replica, profile, whole, request)
+    for host, shard_plan in planned.items():
+        shard_plan["fingerprint"] = whole["fingerprint"]
+        shard_plan["labels"] = {"profile": profile.name, "pool": whole["pool"], "fabric": whole["fabric"], "engine": profile.engine, "replica": replica}
+    return whole
+
+
+def _pool_of(ranks: list[Rank]) -> str:
+    models = sorted({str(gpu.get("model")) for one in ranks for gpu in one.gpus})
+    return ", ".join(models) or "cpu"
+
+
+def _has_shard(request: Request, name: str, replica: str) -> bool:
+    return any(host.name == name and replica in ((host.facts or {}).get("shards") or {}) for host in request.hosts)
+
+
+def _url(shard: Shard) -> str:
+    host = shard.address if shard.http_host in ("0.0.0.0", "::") else shard.http_host
+    return "http://%s:%d" % ("[%s]" % host if ":" in host else host, shard.http_port)
+
+
+def _planned_shard(one: Rank, shard: Shard, profile: Profile, engine: Engine, env: Environment, request: Request, findings: Findings) -> dict[str, t.Any]:
+    serves = engine.serves_http(profile, one.rank)
+    launches = [_planned_launch(launch, env, profile, shard, findings) for launch in engine.launches(shard)]
+    manager = one.host.service_manager or one.facts["host"].get("service_manager")
+    return {
+        "rank": one.rank, "nodes": profile.nodes, "address": shard.address, "interface": one.endpoint.interface if one.endpoint else None, "serves_http": serves,
+        "gpus": [gpu["uuid"] for gpu in one.gpus], "gpu_details": model_checks.gpu_details(one, profile, engine), "hcas": [fabric.port_name(port) for port in one.ports],
+        "launches": launches, "ready": _ready(one, shard, profile, engine, serves), "root": one.host.root, "python": shard.python,
+        "service_manager": manager, "user": _user(one, manager), "work_dir": shard.work_dir, "stop_seconds": profile.stop_timeout,
+        "listen_ports": [{"address": address, "port": port, "what": what} for address, port, what in engine.listen_ports(shard)],
+        "leader_port": shard.leader_port, "http_port": shard.http_port, "secrets": ["api_key"] if any(launch["secret_env"] for launch in launches) else [],
+        "program_files": list(engine.program_files),
+        "build": {key: one.build.get(key) for key in ("name", "version", "fingerprint")} if one.build else None,
+    }
+
+
+def _user(one: Rank, manager: t.Any) -> str:
+    """A service user of its own under systemd; supervisor runs a shard as the user that Ansible works as."""
+    own = str(one.facts["host"].get("user") or "root")
+    return own if manager == "supervisor" else str(one.host.user or "rankzero")
+
+
+def _planned_launch(launch: Launch, shared: Environment, profile: Profile, shard: Shard, findings: Findings) -> dict[str, t.Any]:
+    """The launch with its complete, sorted environment. The profile's overrides come last, over the adapter's values too."""
+    env = shared.copy()
+    env.update(launch.env)
+    environment.override(env, dict(profile.env), rank=shard.rank, host=shard.host, findings=findings)
+    for variable in launch.secret_env:
+        env.values.pop(variable, None)
+        env.why[variable] = "the secret %s, read from a file at start" % launch.secret_env[variable]
+    return {
+        "name": launch.name, "path": launch.path, "args": list(launch.args), "env": dict(sorted(env.values.items())), "why": dict(sorted(env.why.items())),
+        "secret_env": sorted(launch.secret_env), "secrets": dict(launch.secret_env), "wait_for_leader_port": launch.wait_for_leader_port,
+        "wait_for_leader": {"address": shard.leader_address, "port": launch.wait_for_leader_port} if launch.wait_for_leader_port else None,
+        "wait_for_ranks": [{"rank": rank, "address": address, "port": port} for rank, address, port in launch.wait_for_ranks],
+    }
+
+
+def _ready(one: Rank, shard: Shard, profile: Profile, engine: Engine, serves: bool) -> dict[str, t.Any]:
+    """What the gate asks of this rank (docs/architecture.md, launch.json)."""
+    devices = engine.devices_command(shard) if one.gpus else None
+    return {
+        "engine": profile.engine, "serves_http": serves, "url": _url(shard) if serves else None, "health_path": engine.health_path, "models_path": engine.models_path,
+        "expect_models": engine.expected_models(profile) if serves else [], "probe_path": engine.probe_path, "probe_model": profile.served_model_name,
+        "key_secret": "api_key" if serves and shard.has_key else None, "key_protects": engine.key_protects if serves and shard.has_key else None,
+        "gpu_evidence": not profile.on_cpu, "falls_back_to_cpu": engine.falls_back_to_cpu, "devices_command": {"path": devices[0], "args": list(devices[1])} if devices else None,
+        "accepts_on_port": engine.accepts_on_port(shard), "budget_seconds": profile.ready_timeout,
+    }
+
+
+def _fingerprint(replica: str, profile: Profile, whole: t.Mapping[str, t.Any], request: Request) -> str:
+    """16 hex digits over everything that decides how any rank runs, so that a change of one rank moves all of them together."""
+    content = {
+        "schema": SCHEMA, "replica": replica, "profile": profile.as_dict(), "fabric": whole["fabric"], "leader": whole["leader"], "key": request.key_digest,
+        "programs": dict(request.program_hashes), "shards": whole["shards"],
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]

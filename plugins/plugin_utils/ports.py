@@ -1,0 +1,88 @@
+# Copyright (c) 2026 The rankzero.inference authors
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""TCP ports of a replica: which are taken, and which the ranks meet on."""
+
+from __future__ import annotations
+
+import ipaddress
+import typing as t
+
+from ansible_collections.rankzero.inference.plugins.plugin_utils.engines.base import Engine, Shard
+from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings
+
+if t.TYPE_CHECKING:
+    from ansible_collections.rankzero.inference.plugins.plugin_utils.plan import Rank
+
+# Below the usual floor of ephemeral ports (32768), and beside the engines' own defaults.
+LEADER_PORTS = range(29500, 30000)
+
+
+def choose_leader_port(ranks: t.Sequence[Rank], stated: int | None, http_port: int, replica: str, nodes: int, findings: Findings) -> int:
+    """The port that the ranks meet on: as stated; else the one that the replica has now; else the first that is free on every rank's host."""
+    if stated is not None:
+        if stated == http_port:
+            findings.fault("replica_leader_port", stated, "another port than replica_http_port")
+        return stated
+    if nodes == 1:
+        return LEADER_PORTS[0]
+    current = {(one.facts["shards"].get(replica) or {}).get("leader_port") for one in ranks} - {None}
+    taken = {http_port}
+    for one in ranks:
+        taken |= {_number(port) for port in one.facts["ports_in_use"] if not _ours(port, replica)} | _of_other_replicas(one, replica)
+    for port in [*sorted(current), *LEADER_PORTS]:
+        if port not in taken:
+            return int(port)
+    findings.fault("replica_leader_port", "no free port from %d to %d" % (LEADER_PORTS[0], LEADER_PORTS[-1]), "a port that is free on every rank's host", "Set replica_leader_port.")
+    return LEADER_PORTS[0]
+
+
+def _of_other_replicas(one: Rank, replica: str) -> set[int]:
+    """Ports of replicas that are deployed but may be stopped just now."""
+    return {shard[key] for name, shard in one.facts["shards"].items() if name != replica for key in ("leader_port", "http_port") if shard.get(key)}
+
+
+def check(ranks: t.Sequence[Rank], shards: t.Sequence[Shard], engine: Engine, replica: str, findings: Findings) -> None:
+    """Every port that a rank listens on must be free on its host, or be held by this replica's own shard."""
+    for one, shard in zip(ranks, shards):
+        for address, port, what in engine.listen_ports(shard):
+            holder = _holder(one, address, port, replica)
+            if holder:
+                findings.fault("ports_in_use", "port %d (%s) held by %s" % (port, what, holder), "a free port",
+                               "Stop that process, or set %s." % ("replica_http_port" if what == "HTTP" else "replica_leader_port"), host=one.host.name, rank=one.rank)
+            low, high = (one.facts["limits"].get("ephemeral_ports") or (None, None))[:2]
+            if low is not None and high is not None and low <= port <= high:
+                findings.warn("port", "%d (%s)" % (port, what), "a port outside of the ephemeral range %d-%d" % (low, high),
+                              "The kernel may give it to an outgoing connection before the engine listens.", host=one.host.name, rank=one.rank)
+
+
+def _holder(one: Rank, address: str, port: int, replica: str) -> str | None:
+    for entry in one.facts["ports_in_use"]:
+        if _number(entry) != port or not _overlap(address, entry.get("address")) or _ours(entry, replica):
+            continue
+        if entry.get("pid") is None and entry.get("shard") is None and entry.get("listening") is False and replica in one.facts["shards"]:
+            continue            # bound but not yet listening, owner unknown: this replica's own engine while it loads
+        if entry.get("shard"):
+            return "shard %s" % entry["shard"]
+        return "pid %s %s" % (entry["pid"], entry.get("process") or "") if entry.get("pid") else "another process"
+    return None
+
+
+def _number(entry: t.Mapping[str, t.Any]) -> t.Any:
+    return entry.get("port")
+
+
+def _ours(entry: t.Mapping[str, t.Any], replica: str) -> bool:
+    shard = entry.get("shard")
+    return shard is not None and str(shard).rsplit("/", 1)[0] == replica
+
+
+def _overlap(wanted: str, held: t.Any) -> bool:
+    """Two bindings of one port collide when they share an address; an unknown address counts as all."""
+    if held in (None, "", "*"):
+        return True
+    try:
+        one, other = ipaddress.ip_address(wanted), ipaddress.ip_address(str(held))
+    except ValueError:
+        return True
+    return one.is_unspecified or other.is_unspecified or one == other or getattr(other, "ipv4_mapped", None) == one

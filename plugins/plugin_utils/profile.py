@@ -1,0 +1,196 @@
+# Copyright (c) 2026 The rankzero.inference authors
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""A profile: how a model runs on a class of GPU. Plain YAML in, a frozen record or faults out."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import typing as t
+
+from ansible_collections.rankzero.inference.plugins.plugin_utils.environment_names import NAME as ENVIRONMENT_NAME
+from ansible_collections.rankzero.inference.plugins.plugin_utils.environment_names import refusal
+from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings
+from ansible_collections.rankzero.inference.plugins.plugin_utils.values import NAME, Reader, nearest, unprintable
+
+ENGINE = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*){0,2}\Z")
+MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}\Z")
+SHA256 = re.compile(r"[0-9a-f]{64}\Z")
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """A LoRA adapter: the name that requests use, the path on every rank, and the expected sha256 or None."""
+
+    name: str
+    path: str
+    sha256: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """Sizes are counts of GPUs or nodes, memory is in MiB, times are in seconds. C(gpus_per_node) 0 is a CPU profile."""
+
+    name: str
+    engine: str
+    model_path: str
+    served_model_name: str
+    engine_version: str | None = None
+    gpu_class: str | None = None
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    nodes: int = 1
+    gpus_per_node: int = 1
+    threads: int = 0
+    distributed: str = "mp"
+    quantization: str | None = None
+    args: tuple[str, ...] = ()
+    env: tuple[tuple[str, str], ...] = ()
+    adapters: tuple[Adapter, ...] = ()
+    gpu_memory_min_mib: int | None = None
+    ready_timeout: int = 900
+    stop_timeout: int = 30
+
+    def as_dict(self) -> dict[str, t.Any]:
+        data = dataclasses.asdict(self)
+        data["args"] = list(self.args)
+        data["env"] = dict(self.env)
+        data["adapters"] = [dataclasses.asdict(adapter) for adapter in self.adapters]
+        return data
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.gpus_per_node == 0
+
+
+def select(profile: t.Any, profiles: t.Any, findings: Findings) -> Profile | None:
+    """Find the profile that C(replica_profile) means: a mapping itself, or a name in C(replica_profiles)."""
+    if isinstance(profile, t.Mapping):
+        return parse(profile, "replica_profile", str(profile.get("name") or "inline"), findings)
+    known = profiles if isinstance(profiles, t.Mapping) else {}
+    if profiles and not isinstance(profiles, t.Mapping):
+        findings.fault("replica_profiles", profiles, "a mapping of name to profile")
+    if profile is None or profile == "":
+        findings.fault("replica_profile", profile, "the name of a profile, or a mapping", _known_profiles(known))
+        return None
+    if not isinstance(profile, str) or not isinstance(known.get(profile), t.Mapping):
+        close = nearest(str(profile), map(str, known))
+        findings.fault("replica_profile", profile, "a name in replica_profiles", ("Did you mean %s? " % close if close else "") + _known_profiles(known))
+        return None
+    return parse(known[profile], "replica_profiles.%s" % profile, profile, findings)
+
+
+def _known_profiles(known: t.Mapping[str, t.Any]) -> str:
+    return "Known profiles: %s." % ", ".join(sorted(map(str, known))) if known else "No replica_profiles are defined."
+
+
+def parse(data: t.Mapping[str, t.Any], where: str, name: str, findings: Findings) -> Profile | None:
+    """Read one profile field by field. Returns None where a field that everything else depends on is wrong; faults are in C(findings)."""
+    before = len(findings.faults)
+    read = Reader(data, where, findings)
+    nodes = read.integer("nodes", 1, 1, 4096) or 1
+    tp = read.integer("tp", 1, 1, 4096) or 1
+    pp = read.integer("pp", 1, 0, 4096) or 1        # 0 and absent both mean no pipeline parallelism
+    dp = read.integer("dp", 1, 1, 4096) or 1
+    gpus_per_node = read.integer("gpus_per_node", None, 0, 64)
+    if gpus_per_node is None:
+        if nodes > 1:
+            read.wrong("gpus_per_node", data.get("gpus_per_node"), "the number of GPUs that each of the %d nodes gives" % nodes,
+                       "With more than one node it cannot be derived: set it (0 for a CPU profile).")
+        gpus_per_node = tp
+    model_path = read.text("model_path", wanted="an absolute path on the hosts")
+    if model_path is None and not _faulty(findings, before, "model_path"):
+        read.wrong("model_path", data.get("model_path"), "the path of the model on every host", "Set model_path; it may not be empty.")
+    elif model_path is not None and not model_path.startswith("/"):
+        read.wrong("model_path", model_path, "an absolute path on the hosts")
+    engine = read.text("engine", pattern=ENGINE, wanted="the name of an engine")
+    if engine is None:
+        read.wrong("engine", data.get("engine"), "the name of an engine")
+    profile = Profile(
+        name=read.text("name", name, wanted="a name") or name,
+        engine=engine or "",
+        engine_version=read.text("engine_version", wanted="the name or version of a registered build"),
+        gpu_class=read.text("gpu_class", wanted="a GPU class such as H100"),
+        model_path=model_path or "",
+        served_model_name=read.text("served_model_name", name, MODEL_NAME, "letters, digits, and . _ / - after the first") or name,
+        tp=tp, pp=pp, dp=dp, nodes=nodes, gpus_per_node=gpus_per_node,
+        threads=read.integer("threads", 0, 0, 4096) or 0,
+        distributed=read.choice("distributed", ("mp", "ray"), "mp"),
+        quantization=read.text("quantization", wanted="the name of a quantization"),
+        args=tuple(read.texts("args")),
+        env=_environment(read, findings, where),
+        adapters=_adapters(read, findings, where),
+        gpu_memory_min_mib=read.integer("gpu_memory_min_mib", None, 1),
+        ready_timeout=read.integer("ready_timeout", 900, 5, 86400) or 900,
+        stop_timeout=read.integer("stop_timeout", 30, 1, 3600) or 30,
+    )
+    read.refuse_unknown()
+    _check_shape(profile, where, findings)
+    return profile if profile.engine else None
+
+
+def _faulty(findings: Findings, before: int, field: str) -> bool:
+    return len(findings.faults) > before and any(fault.field.endswith("." + field) for fault in findings.faults)
+
+
+def _check_shape(profile: Profile, where: str, findings: Findings) -> None:
+    """nodes x gpus_per_node = TP x PP x DP; a CPU profile has no such shape, its nodes only have to be there."""
+    if profile.on_cpu:
+        if profile.tp > 1 or profile.pp > 1:
+            findings.fault("%s.gpus_per_node" % where, 0, "GPUs for tp %d, pp %d" % (profile.tp, profile.pp),
+                           "A CPU profile (gpus_per_node 0) has tp 1 and pp 1.")
+        return
+    have, need = profile.nodes * profile.gpus_per_node, profile.tp * profile.pp * profile.dp
+    if have != need:
+        findings.fault("%s.gpus_per_node" % where, "nodes %d x gpus_per_node %d = %d GPUs" % (profile.nodes, profile.gpus_per_node, have),
+                       "tp %d x pp %d%s = %d GPUs" % (profile.tp, profile.pp, " x dp %d" % profile.dp if profile.dp > 1 else "", need),
+                       "Change nodes, gpus_per_node, tp or pp so that both sides agree.")
+
+
+def _environment(read: Reader, findings: Findings, where: str) -> tuple[tuple[str, str], ...]:
+    """Overrides of the environment, sorted. Unsafe names are faults with their reason (and are dropped again when rendered)."""
+    result: dict[str, str] = {}
+    for name, value in read.mapping("env").items():
+        field = "env.%s" % name
+        if not ENVIRONMENT_NAME.match(name):
+            read.wrong(field, name, "a name of letters, digits and _ that does not begin with a digit")
+            continue
+        reason = refusal(name)
+        if reason:
+            read.wrong(field, name, "no such variable in a profile", "It %s." % reason)
+            continue
+        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+            read.wrong(field, value, "a string or a number", "Quote it: what a program reads is text.")
+            continue
+        bad = unprintable(str(value))
+        if bad:
+            read.wrong(field, str(value), "a value without %s" % bad, "Remove the character.")
+            continue
+        result[name] = str(value)
+    return tuple(sorted(result.items()))
+
+
+def _adapters(read: Reader, findings: Findings, where: str) -> tuple[Adapter, ...]:
+    """LoRA adapters in the order given: engines number them by it."""
+    result: list[Adapter] = []
+    for number, item in enumerate(read.mappings("adapters")):
+        one = Reader(item, "%s.adapters[%d]" % (where, number), findings)
+        name = one.text("name", None, MODEL_NAME, "letters, digits, and . _ / - after the first")
+        path = one.text("path", wanted="an absolute path on the hosts")
+        sha256 = one.text("sha256", None, SHA256, "64 lower-case hexadecimal digits")
+        one.refuse_unknown()
+        if name is None:
+            one.wrong("name", item.get("name"), "the name that requests use for the adapter")
+        if path is None or not path.startswith("/"):
+            one.wrong("path", item.get("path"), "an absolute path on the hosts")
+        if name and path:
+            result.append(Adapter(name, path, sha256))
+    names = [adapter.name for adapter in result]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        findings.fault("%s.adapters" % where, "the name %s more than once" % name, "each adapter under its own name")
+    return tuple(result)
+
+
+__all__ = ["Adapter", "NAME", "Profile", "parse", "select"]
