@@ -1,0 +1,222 @@
+# Copyright (c) 2026 The rankzero.inference authors
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""What a host knows of the shards that were deployed on it: rendered files, service, state of the run, readiness, processes.
+
+The files are the collection's own (docs/architecture.md). One that is damaged leaves its part unknown, with a sentence in the record's
+`errors`; it never hides the shard.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+from ansible_collections.rankzero.inference.plugins.module_utils import processes, small_files
+
+Facts = dict[str, Any]
+RunCommand = Callable[[list[str]], tuple[int, str, str]]
+
+UNIT_DIRECTORY = "/etc/systemd/system"
+NO_REPLICA = ("engines.d", "facts.d")
+LABELS = ("profile", "pool", "fabric", "engine")
+RUNNING_STATES = ("active", "activating", "reloading")
+MOST_FILES = 500
+CLOCK_TOLERANCE = 5.0       # seconds between the start of a process by /proc and by its own record; /proc counts from a coarse boot time
+
+
+def read(replica_root: str, proc_root: str, run_command: RunCommand, unit_directory: str = UNIT_DIRECTORY) -> dict[str, Facts]:
+    """`{replica: shard}` in the shape of `shards` in docs/architecture.md, with `errors: {file: sentence}` beside.
+
+    `run_command` is asked only when a replica has a systemd unit on this host: one `systemctl show` for all of them.
+    """
+    base = os.path.join(replica_root, "etc", "rankzero")
+    replicas = [name for name in small_files.names(base) if is_replica(base, name)]
+    units = systemd_units([name for name in replicas if os.path.lexists(unit_path(unit_directory, name))], run_command)
+    return {name: read_shard(replica_root, name, proc_root, units.get(name), unit_directory) for name in replicas}
+
+
+def is_replica(base: str, name: str) -> bool:
+    return name not in NO_REPLICA and not name.startswith(".") and os.path.isdir(os.path.join(base, name))
+
+
+def cordoned(replica_root: str) -> Facts | None:
+    """`{by, reason, at}` of a host that an operator has taken out of service, else None. A damaged marker still takes it out."""
+    path = os.path.join(replica_root, "etc", "rankzero", "cordoned.json")
+    if not os.path.lexists(path):
+        return None
+    content, problem = small_files.read_json(path)
+    if content is None:
+        return {"by": None, "reason": "the marker is there but damaged: %s" % problem, "at": None}
+    return {"by": content.get("by"), "reason": content.get("reason"), "at": content.get("at")}
+
+
+# ---- one shard
+
+def read_shard(replica_root: str, replica: str, proc_root: str, unit: Facts | None, unit_directory: str = UNIT_DIRECTORY) -> Facts:
+    """The record of one replica's shard. `unit` is what systemd says of it, None when there is no such unit."""
+    errors: dict[str, str] = {}
+    base = os.path.join(replica_root, "etc", "rankzero", replica)
+    run = os.path.join(replica_root, "run", "rankzero", replica)
+    current = os.path.join(base, "current")
+    launch = load(os.path.join(current, "launch.json"), errors) if os.path.lexists(current) else {}
+    state = load(os.path.join(run, "state.json"), errors)
+    supervisor = running_supervisor(state, proc_root)
+    service = systemd_service(unit, replica, unit_directory) if unit else supervisor_service(base, replica, supervisor)
+    shard: Facts = {
+        "rank": whole(launch.get("rank")), "nodes": whole(launch.get("nodes")), "revision": revision(current),
+        "previous": revision(os.path.join(base, "previous")), "files_sha256": file_hashes(current, errors), "unit": service,
+        "run_id": text(state.get("run_id")), "stage": text(state.get("stage")), "detail": text(state.get("detail")),
+        "restarts": restarts(state, unit), "pids": [], "errors": errors,
+    }
+    labels = launch["labels"] if isinstance(launch.get("labels"), dict) else {}
+    shard.update({name: text(labels.get(name)) for name in LABELS})
+    # What a run wrote before it was killed says nothing about now.
+    if state and service["active"] is False and shard["stage"] not in ("stopped", "failed"):
+        shard["detail"] = "the service is not running; its last run was in stage %s" % shard["stage"]
+        shard["stage"] = "stopped"
+    shard.update(readiness(os.path.join(run, "ready.json"), shard, errors))
+    if shard["rank"] is not None:
+        shard["pids"] = pids(replica, shard["rank"], state, supervisor, proc_root)
+    return shard
+
+
+def readiness(path: str, shard: Facts, errors: dict[str, str]) -> Facts:
+    """`{ready, evidence}`: ready is a proof of this very run of this very revision, and only while the service runs."""
+    if not os.path.lexists(path):
+        return {"ready": False, "evidence": None}
+    proof = load(path, errors)
+    same_run = proof.get("run_id") is not None and proof.get("run_id") == shard["run_id"]
+    same_revision = proof.get("fingerprint", shard["revision"]) == shard["revision"]
+    evidence = proof.get("evidence")
+    return {"ready": bool(same_run and same_revision and shard["unit"]["active"]), "evidence": evidence if isinstance(evidence, dict) else None}
+
+
+def pids(replica: str, rank: int, state: Facts, supervisor: int | None, proc_root: str) -> list[int]:
+    """All processes of the shard, with the run_shard.py above them."""
+    sessions = [entry["pid"] for entry in state.get("launches") or [] if isinstance(entry, dict) and whole(entry.get("pid"))] if supervisor else []
+    found = set(processes.shard_pids(replica, rank, proc_root, sessions))
+    return sorted(found | ({supervisor} if supervisor else set()))
+
+
+def running_supervisor(state: Facts, proc_root: str) -> int | None:
+    """The pid of the run_shard.py that wrote state.json, if it still runs. A later process with the same number is not taken for it."""
+    pid, started = whole(state.get("supervisor_pid")), state.get("started_at")
+    if pid is None or pid <= 1:
+        return None
+    words = (small_files.read_bytes(os.path.join(proc_root, str(pid), "cmdline"))[0] or b"").split(b"\0")
+    if not any(os.path.basename(word) == b"run_shard.py" for word in words):
+        return None
+    began = processes.describe(pid, proc_root)["started_at"]
+    late = isinstance(began, (int, float)) and isinstance(started, (int, float)) and began > started + CLOCK_TOLERANCE
+    return None if late else pid
+
+
+def restarts(state: Facts, unit: Facts | None) -> int | None:
+    """Starts of this revision before the present one; systemd's own count where the run has left none."""
+    count = whole(state.get("restarts"))
+    return count if count is not None else unit.get("restarts") if unit else None
+
+
+# ---- files
+
+def revision(link: str) -> str | None:
+    """The fingerprint that `current` or `previous` points to."""
+    try:
+        return os.path.basename(os.readlink(link).rstrip("/")) or None
+    except OSError:
+        return None
+
+
+def file_hashes(folder: str, errors: dict[str, str]) -> dict[str, str]:
+    """`{relative name: sha256}` of a revision's files. Secrets are left out: even their hashes tell whether a guess is right."""
+    found: dict[str, str] = {}
+    for directory, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if (directory, name) != (folder, "secrets"))
+        for name in sorted(names):
+            path = os.path.join(directory, name)
+            digest, problem = sha256(path)
+            if digest is None:
+                errors[os.path.relpath(path, folder)] = str(problem)
+            elif len(found) < MOST_FILES:
+                found[os.path.relpath(path, folder)] = digest
+    return found
+
+
+def sha256(path: str) -> tuple[str | None, str | None]:
+    """The hash of a small file, or None and the reason."""
+    content, problem = small_files.read_bytes(path, 64 * 1024 * 1024)
+    return (None, problem) if content is None else (hashlib.sha256(content).hexdigest(), None)
+
+
+def load(path: str, errors: dict[str, str]) -> Facts:
+    """A JSON mapping; empty when it is absent, and with a sentence in `errors` when it is damaged."""
+    if not os.path.lexists(path):
+        return {}
+    content, problem = small_files.read_json(path, 16 * 1024 * 1024)
+    if content is None:
+        errors[os.path.basename(path)] = str(problem)
+    return content or {}
+
+
+# ---- the service
+
+def unit_path(unit_directory: str, replica: str) -> str:
+    return os.path.join(unit_directory, "inference-%s.service" % replica)
+
+
+def systemd_units(replicas: list[str], run_command: RunCommand) -> dict[str, Facts]:
+    """`{replica: {active_state, enabled, restarts}}` by one call of systemctl; unknown values when it fails."""
+    if not replicas:
+        return {}
+    names = ["inference-%s.service" % replica for replica in replicas]
+    status, out, err = run_command(["systemctl", "show", "--property=Id,ActiveState,UnitFileState,NRestarts", "--"] + names)
+    if status != 0:
+        return {replica: {"active_state": None, "enabled": None, "restarts": None, "problem": err} for replica in replicas}
+    blocks = [parse_properties(block) for block in out.strip().split("\n\n")]
+    by_id = {block.get("Id", ""): block for block in blocks}
+    return {replica: unit_facts(by_id.get(name, {})) for replica, name in zip(replicas, names)}
+
+
+def parse_properties(block: str) -> dict[str, str]:
+    """`NAME=VALUE` lines of `systemctl show`."""
+    pairs = (line.partition("=") for line in block.splitlines())
+    return {name: value for name, equals, value in pairs if equals}
+
+
+def unit_facts(properties: dict[str, str]) -> Facts:
+    count = properties.get("NRestarts", "")
+    enabled = properties.get("UnitFileState")
+    return {
+        "active_state": properties.get("ActiveState") or None, "enabled": enabled in ("enabled", "enabled-runtime") if enabled else None,
+        "restarts": int(count) if count.isdecimal() else None,
+    }
+
+
+def systemd_service(unit: Facts, replica: str, unit_directory: str) -> Facts:
+    """`unit` of the record. `active` is true from the moment systemd runs it, also while it is still starting; null when systemd gave no answer."""
+    state = unit["active_state"]
+    return {
+        "name": "inference-%s.service" % replica, "manager": "systemd", "active": state in RUNNING_STATES if state else None, "state": state,
+        "enabled": unit["enabled"], "sha256": sha256(unit_path(unit_directory, replica))[0],
+    }
+
+
+def supervisor_service(base: str, replica: str, supervisor: int | None) -> Facts:
+    """`unit` of a shard without a systemd unit: its run_shard.py is the proof of life. `enabled` is null: nothing starts it at boot."""
+    configuration = os.path.join(base, "supervisord.conf")
+    known = os.path.lexists(configuration)
+    return {
+        "name": "inference-%s" % replica if known else None, "manager": "supervisor" if known else None, "active": supervisor is not None,
+        "state": "running" if supervisor is not None else "stopped", "enabled": None, "sha256": sha256(configuration)[0] if known else None,
+    }
+
+
+def whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def text(value: Any) -> str | None:
+    return small_files.clean(value) if isinstance(value, str) else None
