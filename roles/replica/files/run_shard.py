@@ -104,9 +104,8 @@ def log(text: str) -> None:
     """One plain line on stderr, where systemd's journal and supervisord's log find it."""
     line = "".join(character if character.isprintable() else "?" for character in text)
     try:
-        sys.stderr.write(f"run_shard: {line}\n")
-        sys.stderr.flush()
-    except (OSError, ValueError):
+        os.write(2, f"run_shard: {line}\n".encode("utf-8", "replace"))      # unbuffered: nothing is left to fail when Python ends
+    except OSError:
         pass        # who reads the log may go away; the shard must still be looked after and ended
 
 
@@ -758,7 +757,7 @@ def port_problem(wanted: Port) -> str | None:
     if listening is None:
         return f"{text}, by a process that does not listen (a loading engine, or a connection that was given this port)"
     holder = holder_of(listening.inode)
-    return f"{text}, by {f'process {holder}' if holder is not None else 'a process that this user may not see'}"
+    return f"{text}, by {f'process {holder.pid} ({holder.name})' if holder is not None else 'a process that this user may not see'}"
 
 
 def check_ports(shard: Shard) -> list[str]:
