@@ -71,7 +71,7 @@ def describe(path: str, service_user: str | None = None, checksum: bool = False)
 def describe_content(path: str, facts: Facts, problems: list[str]) -> None:
     """Sizes and configuration, as far as this process can read them."""
     try:
-        sizes = {os.path.basename(path): os.stat(path).st_size} if facts["kind"] == "file" else file_sizes(path)
+        sizes = part_sizes(path) if facts["kind"] == "file" else file_sizes(path)
         facts["bytes"], facts["files"] = sum(sizes.values()), len(sizes)
         facts["config"] = configuration(path, facts["kind"], sizes)
         facts["weight_bytes"] = weight_bytes(path, facts["kind"], sizes)
@@ -105,7 +105,7 @@ def file_sizes(path: str) -> dict[str, int]:
 def weight_bytes(path: str, kind: str, sizes: dict[str, int]) -> int | None:
     """Bytes of the weights that an engine loads. Raises Unreadable when a directory holds several models to choose from."""
     if kind == "file":
-        return split_gguf_bytes(path)
+        return sum(sizes.values())
     top = {name: size for name, size in sizes.items() if os.sep not in name}
     indexed = indexed_weights(path, top)
     if indexed:
@@ -139,19 +139,19 @@ def indexed_weights(path: str, top: dict[str, int]) -> dict[str, int]:
     return {name: top[name] for name in wanted}
 
 
-def split_gguf_bytes(path: str) -> int:
-    """Size of a weights file, with all its parts when it is one of `NAME-00001-of-00003.gguf`. Raises Unreadable when a part is missing."""
+def part_sizes(path: str) -> dict[str, int]:
+    """A weights file by name, with all its parts when it is one of `NAME-00001-of-00003.gguf`. Raises Unreadable when a part is missing."""
     match = GGUF_SPLIT.match(os.path.basename(path))
     if not match:
-        return os.stat(path).st_size
-    total, count = 0, int(match.group(2))
+        return {os.path.basename(path): os.stat(path).st_size}
+    sizes, count = {}, int(match.group(2))
     for number in range(1, min(count, MOST_FILES) + 1):
-        part = os.path.join(os.path.dirname(path), "%s-%05d-of-%05d.gguf" % (match.group(1), number, count))
+        name = "%s-%05d-of-%05d.gguf" % (match.group(1), number, count)
         try:
-            total += os.stat(part).st_size
+            sizes[name] = os.stat(os.path.join(os.path.dirname(path), name)).st_size
         except OSError as error:
-            raise Unreadable("part %d of %d is missing: %s" % (number, count, small_files.reason(part, error))) from error
-    return total
+            raise Unreadable("part %d of %d is missing: %s" % (number, count, small_files.reason(name, error))) from error
+    return sizes
 
 
 # ---- configuration
@@ -405,7 +405,7 @@ def way_to(path: str) -> list[str]:
 def checksums(path: str, problems: list[str]) -> dict[str, str]:
     """`{relative name: sha256}`; a file alone has its own name."""
     try:
-        names = [os.path.basename(path)] if os.path.isfile(path) else sorted(file_sizes(path))
+        names = sorted(part_sizes(path) if os.path.isfile(path) else file_sizes(path))
         folder = os.path.dirname(path) if os.path.isfile(path) else path
         return {name: sha256(os.path.join(folder, name)) for name in names}
     except (OSError, Unreadable) as error:

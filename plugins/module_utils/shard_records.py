@@ -22,13 +22,14 @@ RunCommand = Callable[[list[str]], tuple[int, str, str]]
 UNIT_DIRECTORY = "/etc/systemd/system"
 NO_REPLICA = ("engines.d", "facts.d")
 LABELS = ("profile", "pool", "fabric", "engine")
-RUNNING_STATES = ("active", "activating", "reloading")
+RUNNING_STATES = ("active", "activating", "reloading", "refreshing")
 MOST_FILES = 500
 CLOCK_TOLERANCE = 5.0       # seconds between the start of a process by /proc and by its own record; /proc counts from a coarse boot time
 
 
 def read(replica_root: str, proc_root: str, run_command: RunCommand, unit_directory: str = UNIT_DIRECTORY) -> dict[str, Facts]:
-    """`{replica: shard}` in the shape of `shards` in docs/architecture.md, with `errors: {file: sentence}` beside.
+    """`{replica: shard}` in the shape of `shards` in docs/architecture.md, with `errors: {file: sentence}` beside, and what keeps a replica
+    in its place when it is planned again: `gpus` (UUIDs), `leader_port`, `http_port`.
 
     `run_command` is asked only when a replica has a systemd unit on this host: one `systemctl show` for all of them.
     """
@@ -64,7 +65,7 @@ def read_shard(replica_root: str, replica: str, proc_root: str, unit: Facts | No
     launch = load(os.path.join(current, "launch.json"), errors) if os.path.lexists(current) else {}
     state = load(os.path.join(run, "state.json"), errors)
     supervisor = running_supervisor(state, proc_root)
-    service = systemd_service(unit, replica, unit_directory) if unit else supervisor_service(base, replica, supervisor)
+    service = systemd_service(unit, replica, unit_directory) if unit else supervisor_service(base, supervisor)
     shard: Facts = {
         "rank": whole(launch.get("rank")), "nodes": whole(launch.get("nodes")), "revision": revision(current),
         "previous": revision(os.path.join(base, "previous")), "files_sha256": file_hashes(current, errors), "unit": service,
@@ -73,6 +74,8 @@ def read_shard(replica_root: str, replica: str, proc_root: str, unit: Facts | No
     }
     labels = launch["labels"] if isinstance(launch.get("labels"), dict) else {}
     shard.update({name: text(labels.get(name)) for name in LABELS})
+    shard.update({name: whole(launch.get(name)) for name in ("leader_port", "http_port")})
+    shard["gpus"] = [gpu["uuid"] for gpu in entries(launch.get("gpus")) if isinstance(gpu.get("uuid"), str)]
     # What a run wrote before it was killed says nothing about now.
     if state and service["active"] is False and shard["stage"] not in ("stopped", "failed"):
         shard["detail"] = "the service is not running; its last run was in stage %s" % shard["stage"]
@@ -96,7 +99,8 @@ def readiness(path: str, shard: Facts, errors: dict[str, str]) -> Facts:
 
 def pids(replica: str, rank: int, state: Facts, supervisor: int | None, proc_root: str) -> list[int]:
     """All processes of the shard, with the run_shard.py above them."""
-    sessions = [entry["pid"] for entry in state.get("launches") or [] if isinstance(entry, dict) and whole(entry.get("pid"))] if supervisor else []
+    # A launch's pid names its session, also when the launch itself was killed; after a reboot it may be anybody's.
+    sessions = [entry["pid"] for entry in entries(state.get("launches")) if whole(entry.get("pid"))] if supervisor else []
     found = set(processes.shard_pids(replica, rank, proc_root, sessions))
     return sorted(found | ({supervisor} if supervisor else set()))
 
@@ -204,14 +208,18 @@ def systemd_service(unit: Facts, replica: str, unit_directory: str) -> Facts:
     }
 
 
-def supervisor_service(base: str, replica: str, supervisor: int | None) -> Facts:
+def supervisor_service(base: str, supervisor: int | None) -> Facts:
     """`unit` of a shard without a systemd unit: its run_shard.py is the proof of life. `enabled` is null: nothing starts it at boot."""
     configuration = os.path.join(base, "supervisord.conf")
     known = os.path.lexists(configuration)
     return {
-        "name": "inference-%s" % replica if known else None, "manager": "supervisor" if known else None, "active": supervisor is not None,
+        "name": "supervisord.conf" if known else None, "manager": "supervisor" if known else None, "active": supervisor is not None,
         "state": "running" if supervisor is not None else "stopped", "enabled": None, "sha256": sha256(configuration)[0] if known else None,
     }
+
+
+def entries(value: Any) -> list[Facts]:
+    return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
 
 
 def whole(value: Any) -> int | None:
