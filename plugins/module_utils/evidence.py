@@ -10,11 +10,12 @@ hold never counts, and what is not known (`null`) is never taken for 0 or for en
 
 ## Observation
 
-    launch      launch.json as a mapping, or null           wanted     {fingerprint, rank, run_id}, each null when the caller does not care
+    launch      launch.json as a mapping, or null (launch_problem says why)
+    wanted      {fingerprint, rank, run_id}, each null when the caller does not care
     state       state.json as a mapping, or null            service    {active, restarting, failed, restarts, result, manager} or null
     patience    true while a service that was just started may not have written its state yet
     driver      {state, message} of the GPU driver          gpus       [{uuid, index, pci_bdf, used_mib, processes: [{pid, used_mib, ours,
-                                                                        name, user, shard}]}] of all GPUs of the host, or null
+                                                                        name, user, shard}] or null}] of all GPUs of the host, or null
     http        {health, models, unauthenticated, generation}: answers of http_probe or null; key: used|unreadable|null;
                 listener: {pid, name, user, ours} of the process that has the port, or null when that cannot be seen
     connected   whether the leader is connected to `accepts_on_port`; null: not asked or not known
@@ -130,7 +131,7 @@ def weigh(observation: Map) -> dict[str, Any]:
     assigned = launch.get("gpus") or []
     without_gpu = bool(launch) and not ready.get("gpu_evidence", True)
     return {
-        "gpus": [weigh_gpu(gpu, _find(seen, gpu["uuid"])) for gpu in assigned],
+        "gpus": [] if without_gpu else [weigh_gpu(gpu, _find(seen, gpu["uuid"])) for gpu in assigned],
         "wrong_gpus": [] if without_gpu else wrong_gpus(assigned, seen or []),
         "http": weigh_http(ready, observation.get("http")) if ready.get("serves_http") else None,
         "connected": observation.get("connected"),
@@ -145,7 +146,7 @@ def weigh_gpu(assigned: Map, seen: Map | None) -> dict[str, Any]:
     A process whose memory the driver does not tell (MIG, vGPU, WSL) is judged by the difference: what the device uses less what
     others are known to hold. With an unknown stranger beside it no difference is ours, so it stays unknown.
     """
-    processes = _by_pid(seen["processes"]) if seen is not None else []
+    processes = _by_pid((seen or {}).get("processes") or [])
     ours = [process for process in processes if process["ours"]]
     foreign = [process for process in processes if not process["ours"]]
     held, by = _held(ours, foreign, seen)
@@ -159,7 +160,7 @@ def weigh_gpu(assigned: Map, seen: Map | None) -> dict[str, Any]:
 
 
 def _held(ours: Sequence[Map], foreign: Sequence[Map], seen: Map | None) -> tuple[int | None, str]:
-    if seen is None:
+    if seen is None or seen.get("processes") is None:
         return None, "none"
     if not ours:
         return 0, "none"
@@ -185,16 +186,20 @@ def _by_pid(processes: Sequence[Map]) -> list[Map]:
 def wrong_gpus(assigned: Sequence[Map], seen: Sequence[Map]) -> list[dict[str, Any]]:
     """GPUs that were not assigned and yet hold memory of this shard. The whole GPU around an assigned MIG instance is none."""
     uuids = {gpu["uuid"] for gpu in assigned}
-    around = {gpu.get("pci_bdf") for gpu in assigned if gpu["uuid"].startswith("MIG-")}
+    around = {gpu.get("pci_bdf") for gpu in assigned if _is_instance(gpu)}
     wrong = []
     for gpu in seen:
-        is_parent = gpu.get("pci_bdf") in around and not gpu["uuid"].startswith("MIG-")
-        ours = [process for process in _by_pid(gpu["processes"]) if process["ours"] and process["used_mib"] != 0]
+        ours = [process for process in _by_pid(gpu["processes"] or []) if process["ours"] and process["used_mib"] != 0]
+        is_parent = gpu.get("pci_bdf") in around and not _is_instance(gpu)
         if ours and gpu["uuid"] not in uuids and not is_parent:
             known = [process["used_mib"] for process in ours if process["used_mib"] is not None]
             wrong.append({"uuid": gpu["uuid"], "index": gpu.get("index"), "held_mib": sum(known) if len(known) == len(ours) else None,
                           "pids": [process["pid"] for process in ours]})
     return wrong
+
+
+def _is_instance(gpu: Map) -> bool:
+    return str(gpu["uuid"]).startswith("MIG-")
 
 
 def _find(seen: Sequence[Map] | None, uuid: str) -> Map | None:
@@ -212,7 +217,7 @@ def weigh_http(ready: Map, http: Map | None) -> dict[str, Any]:
     told: dict[str, Any] = {
         "url": ready.get("url"), "health": health.get("status"), "models": names,
         "key": (http.get("unauthenticated") or {}).get("status"), "generation": (http.get("generation") or {}).get("status"),
-        "serving": False, "ok": False, "final": False, "loading": health.get("error") == "loading" and bool(ready.get("warmup_503")),
+        "serving": False, "ok": False, "final": False, "loading": health.get("error") == "loading" and ready.get("warmup_503", True),
     }
     problem = _health_problem(ready, health)
     if problem is None:
@@ -229,7 +234,7 @@ def _health_problem(ready: Map, health: Map) -> Problem | None:
         return Problem(f"{where} was not asked", False)
     if health.get("error") == "refused":
         return Problem("nothing listens at %s yet" % (ready.get("url")), False)
-    if health.get("error") == "loading" and ready.get("warmup_503"):
+    if health.get("error") == "loading" and ready.get("warmup_503", True):
         return Problem(f"{where} answers 503: the engine is still loading", False)
     if health.get("error") in ("timeout", "other"):
         return Problem("%s: %s" % (where, log_signatures.clean(health.get("message"))), False)
@@ -332,7 +337,8 @@ def _server(answer: Map) -> str:
 def _mismatch(observation: Map) -> Finding | None:
     launch, wanted = observation.get("launch"), observation.get("wanted") or {}
     if not launch:
-        return Finding("failed", "no launch.json: this host has no shard of the replica", hint="Deploy the replica first.")
+        return Finding("failed", "no revision of this replica is deployed on this host", detail=observation.get("launch_problem"),
+                       hint="Deploy the replica first; without become, files of another user cannot be read.")
     for key, word in (("fingerprint", "revision"), ("rank", "rank")):
         if wanted.get(key) is not None and launch.get(key) != wanted[key]:
             return Finding("failed", f"the {word} on this host is {launch.get(key)}, the plan wants {wanted[key]}",
@@ -545,7 +551,7 @@ def _on_the_cpu(observation: Map, evidence: Map) -> Finding:
 def _short_in_words(gpu: Map) -> str:
     holders = _foreign_in_words([gpu])
     if gpu["held_mib"] is None:
-        why = "the driver does not tell how much each process holds" if gpu["pids"] else "the driver does not list it"
+        why = "the driver does not tell how much each process holds" if gpu["pids"] else "the driver does not list it or its processes"
         return f"{_name(gpu)}: {why}, so nothing is proven{holders}"
     if gpu["held_mib"] == 0:
         return f"{_name(gpu)} holds nothing of this shard{holders}"
@@ -598,7 +604,7 @@ def _assigned_in_words(evidence: Map) -> str:
 
 
 def _name(gpu: Map) -> str:
-    return "GPU %s (%s)" % ("?" if gpu.get("index") is None else gpu["index"], gpu["uuid"][:12])
+    return "GPU %s (%s)" % ("?" if gpu.get("index") is None else gpu["index"], str(gpu["uuid"])[:12])
 
 
 def _mib(value: int | None) -> str:

@@ -116,6 +116,8 @@ def _exchange(url: str, path: str, body: Mapping[str, Any] | None, headers: Mapp
         data = response.read(limit + 1)
         if len(data) > limit:
             raise _TooMuch()
+        if response.length:
+            raise http.client.IncompleteRead(data, response.length)
     return _answer(response, data)
 
 

@@ -142,8 +142,8 @@ SIGNATURES: tuple[Signature, ...] = GPU_SIGNATURES + (
     _signature(r"ZMQError: Cannot assign requested address|Cannot assign requested address \(addr=",
                "The rank was told to listen on an address that this host does not have.",
                "The rank's own address must be one of this host's; see playbooks/show_environment.yml."),
-    _signature(r"(?:Connect to \S+ (?:returned \d+\(|failed : )|socket\w*Connect\w*: .*)(?:No route to host|Connection timed out|Software caused connection abort|"
-               r"Network is unreachable|Connection refused)",
+    _signature(r"(?:Connect to \S+ (?:returned \d+\(|failed : )|socket\w*Connect\w*: .*)(?:No route to host|Connection timed out|"
+               r"Software caused connection abort|Network is unreachable|Connection refused)",
                "NCCL could not connect to another rank over TCP.",
                "All ports must be open between the hosts of a replica, in both directions; check the firewall and the named interface."),
     _signature(r"NCCL WARN Duplicate GPU detected",
@@ -268,10 +268,20 @@ def clean(text: object, secrets: Iterable[str] = (), limit: int = LINE_LIMIT) ->
 
     Invisible and direction-changing Unicode characters go, too: they can make a line read otherwise than it is.
     """
-    line = _CONTROLS.sub(" ", _ESCAPES.sub("", str(text))).strip()
-    for secret in sorted((secret for secret in secrets if len(secret) >= SHORTEST_SECRET), key=len, reverse=True):
-        line = line.replace(secret, MASK)
+    line: str = mask(_CONTROLS.sub(" ", _ESCAPES.sub("", str(text))).strip(), secrets)
     return line if len(line) <= limit else line[:limit - 1] + "…"
+
+
+def mask(value: Any, secrets: Iterable[str]) -> Any:
+    """`value` with every secret masked in all strings of it, at any depth; the longest first, as one may be part of another."""
+    if isinstance(value, str):
+        for secret in sorted((secret for secret in secrets if len(secret) >= SHORTEST_SECRET), key=len, reverse=True):
+            value = value.replace(secret, MASK)
+    elif isinstance(value, dict):
+        return {key: mask(item, secrets) for key, item in value.items()}
+    elif isinstance(value, list):
+        return [mask(item, secrets) for item in value]
+    return value
 
 
 def clean_lines(text: str, secrets: Sequence[str] = (), limit: int = LINE_LIMIT) -> list[str]:

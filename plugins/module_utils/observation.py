@@ -1,0 +1,374 @@
+# Copyright (c) 2026 The rankzero.inference authors
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Collect what `evidence.judge` weighs, on the host of one shard, and watch it until something changes.
+
+Everything that is read may be missing, half there or another user's: each such condition becomes null or a sentence in the
+observation, never an exception. Commands go through the `run_command` that is handed in (AnsibleModule's signature).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from ansible_collections.rankzero.inference.plugins.module_utils import evidence, http_probe, log_signatures, nvidia, processes, small_files
+
+RunCommand = Callable[..., "tuple[int, str, str]"]
+
+PERIOD_SECONDS = 0.5
+PATIENCE_SECONDS = 2.0
+"""A service that was just started may need this long until its state.json is there."""
+
+HEALTH_SECONDS = 10.0
+GENERATION_SECONDS = 60.0
+DEVICES_SECONDS = 20
+LOG_READ_LINES = 2000
+LOG_READ_BYTES = 1024 * 1024
+SYSTEMD_UNITS = "/etc/systemd/system"
+
+_ENVIRONMENT_LINE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)='((?:[^']|'\\'')*)'")
+_RUN_START = re.compile(r"run_shard: \S+ rank \d+ of \d+, fingerprint \S+, run \S+")
+
+
+class Places(NamedTuple):
+    """Where the files of one shard are."""
+
+    revision: str
+    state_dir: str
+    log: str
+    unit: str
+    unit_file: str
+
+
+def places(replica: str, root: str) -> Places:
+    return Places(
+        revision=os.path.join(root, "etc/rankzero", replica, "current"), state_dir=os.path.join(root, "run/rankzero", replica),
+        log=os.path.join(root, "var/log/rankzero", replica, "shard.log"), unit=f"inference-{replica}.service",
+        unit_file=os.path.join(SYSTEMD_UNITS, f"inference-{replica}.service"))
+
+
+class Watch(NamedTuple):
+    """What the caller of a watch knows and wants; `since_stage` null returns after one look."""
+
+    since_stage: str | None = None
+    hold_seconds: float = 15.0
+    leader_serving: bool | None = None
+    fingerprint: str | None = None
+    rank: int | None = None
+    run_id: str | None = None
+
+
+class Observer:
+    """Looks at one shard again and again. Remembers a generated token for the run it came from: one is proof enough."""
+
+    def __init__(self, replica: str, root: str, proc_root: str, run_command: RunCommand) -> None:
+        self.places = places(replica, root)
+        self._replica = replica
+        self._proc_root = proc_root
+        self._run_command = run_command
+        self._generation: tuple[str, dict[str, Any]] | None = None
+        self.secrets: list[str] = []
+
+    def look(self, patience: bool = False) -> dict[str, Any]:
+        """One observation without its log and device list, which cost time and are only needed to explain a failure."""
+        launch, problem = small_files.read_json(os.path.join(self.places.revision, "launch.json"))
+        service, state = self._service(small_files.read_json(os.path.join(self.places.state_dir, "state.json"))[0], patience)
+        self.secrets = _secret_values(os.path.join(self.places.revision, "secrets"))
+        pids = self._own_pids(launch, state)
+        driver, gpus = self._gpus(launch, set(pids))
+        return {"launch": launch, "launch_problem": problem, "state": state, "service": service, "patience": patience,
+                "driver": driver, "gpus": gpus, "http": self._http(launch, state, set(pids)), "connected": self._connected(launch, state, pids),
+                "devices": None, "log": [], "now": time.time()}
+
+    def explain(self, observation: dict[str, Any], verdict: Mapping[str, Any]) -> dict[str, Any]:
+        """The observation with the log and, when the GPUs are empty, with the devices that the engine's build sees."""
+        restarted = bool(verdict["evidence"]["restarts"]) or "stay up" in verdict["reason"]
+        held = [gpu["held_mib"] for gpu in verdict["evidence"]["gpus"]]
+        devices = self._devices(observation["launch"]) if held and not any(held) else None
+        return {**observation, "log": self._log(2 if restarted else 1), "devices": devices}
+
+    # -- the service
+
+    def _service(self, state: dict[str, Any] | None, patience: bool) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        """The service, and the state if it is of the service's present process: a restart leaves an older one for a moment."""
+        unit = self._systemd() if os.path.lexists(self.places.unit_file) else None
+        if unit is not None:
+            stale = state is not None and unit["active"] and unit["pid"] not in (0, state.get("supervisor_pid"))
+            return unit, None if stale else state
+        if state is None:
+            return None, None
+        alive = self._is_supervisor(state.get("supervisor_pid"))
+        service = {"manager": "supervisor", "active": alive, "restarting": False, "failed": False, "restarts": None, "result": None}
+        return service, None if patience and not alive else state
+
+    def _systemd(self) -> dict[str, Any] | None:
+        code, text, _errors = self._run_command(
+            ["systemctl", "show", self.places.unit, "-p", "LoadState,ActiveState,SubState,NRestarts,Result,ExecMainStatus,MainPID"],
+            environ_update={"LC_ALL": "C"})
+        shown = dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
+        if code != 0 or shown.get("LoadState") != "loaded":
+            return None
+        active, sub = shown.get("ActiveState"), shown.get("SubState", "")
+        return {"manager": "systemd", "restarting": sub.startswith("auto-restart"), "failed": active == "failed",
+                # A unit that is just being stopped may be on its way to a new start: not known yet.
+                "active": None if active == "deactivating" else active in ("active", "activating", "reloading", "refreshing"),
+                "restarts": _number(shown.get("NRestarts")), "result": shown.get("Result") or None, "pid": _number(shown.get("MainPID")) or 0,
+                "exit_status": _number(shown.get("ExecMainStatus"))}
+
+    def _is_supervisor(self, pid: object) -> bool:
+        """Whether this process is a run_shard.py: a number alone may have been given to another process meanwhile."""
+        words = _read_bytes(os.path.join(self._proc_root, str(pid), "cmdline")).split(b"\0")
+        return any(os.path.basename(word) == b"run_shard.py" for word in words)
+
+    # -- processes, connections, GPUs
+
+    def _own_pids(self, launch: Mapping[str, Any] | None, state: Mapping[str, Any] | None) -> list[int]:
+        """Processes of this run. What an earlier run has left counts as a stranger: its memory proves nothing about this one."""
+        if launch is None or state is None:
+            return []
+        sessions = [entry["pid"] for entry in state.get("launches") or []]
+        table = processes.ProcessTable(self._proc_root)
+        members = processes.shard_pids(self._replica, launch["rank"], self._proc_root, sessions)
+        return [pid for pid in members if _run_of(table, pid) in (None, state.get("run_id"))]
+
+    def _connected(self, launch: Mapping[str, Any] | None, state: Mapping[str, Any] | None, pids: list[int]) -> bool | None:
+        port = _ready(launch).get("accepts_on_port")
+        if port is None or not _runs(state):
+            return None
+        return bool(processes.established(self._proc_root, port, pids))
+
+    def _gpus(self, launch: Mapping[str, Any] | None, pids: set[int]) -> tuple[dict[str, Any] | None, list[dict[str, Any]] | None]:
+        """A CPU profile does not need the driver, and a host of it need not have one."""
+        if launch is None or not _ready(launch).get("gpu_evidence", True):
+            return None, None
+        answer = nvidia.read_processes(self._proc_root)
+        driver = {"state": answer["state"], "message": answer["message"]}
+        if answer["state"] not in ("ok", "gpus_missing"):
+            return driver, None
+        table = processes.ProcessTable(self._proc_root)
+        return driver, [self._gpu(gpu, pids, table) for gpu in answer["gpus"]]
+
+    def _gpu(self, gpu: Mapping[str, Any], pids: set[int], table: processes.ProcessTable) -> dict[str, Any]:
+        rows = gpu["processes"]
+        return {"uuid": gpu["uuid"], "index": gpu["index"], "pci_bdf": gpu["pci_bdf"], "used_mib": (gpu["memory"] or {}).get("used_mib"),
+                "processes": None if rows is None else [self._process(row, pids, table) for row in rows]}
+
+    def _process(self, row: Mapping[str, Any], pids: set[int], table: processes.ProcessTable) -> dict[str, Any]:
+        shown = {"pid": row["pid"], "used_mib": row["used_mib"], "ours": row["pid"] in pids, "name": None, "user": None, "shard": None}
+        if not shown["ours"]:
+            seen, shard = processes.describe(row["pid"], self._proc_root, table), table.shard_of(row["pid"])
+            name = processes.shard_name(shard)
+            shown.update(name=seen["name"], user=seen["user"], shard=f"{name} of run {shard.run_id}" if shard is not None and shard.run_id else name)
+        return shown
+
+    # -- HTTP
+
+    def _http(self, launch: Mapping[str, Any] | None, state: Mapping[str, Any] | None, pids: set[int]) -> dict[str, Any] | None:
+        ready = _ready(launch)
+        if not ready.get("serves_http") or not _runs(state):
+            return None
+        answers: dict[str, Any] = {"health": http_probe.request(ready["url"], ready["health_path"], timeout=HEALTH_SECONDS), "models": None,
+                                   "unauthenticated": None, "generation": None, "key": None, "listener": None}
+        if answers["health"]["status"] != 200:
+            return answers
+        answers["listener"] = self._listener(ready["url"], pids)
+        if answers["listener"] is not None and not answers["listener"]["ours"]:
+            return answers      # a stranger is not told the key
+        headers, answers["key"] = self._key(ready.get("key_secret"))
+        answers["models"] = http_probe.request(ready["url"], ready["models_path"], headers=headers)
+        if ready.get("key_protects"):
+            answers["unauthenticated"] = http_probe.request(ready["url"], ready["key_protects"])
+        if evidence.weigh_http({**ready, "probe_path": None}, answers)["ok"]:
+            answers["generation"] = self._generate(ready, headers, str((state or {}).get("run_id")))
+        return answers
+
+    def _generate(self, ready: Mapping[str, Any], headers: Mapping[str, str], run_id: str) -> dict[str, Any] | None:
+        if not ready.get("probe_path"):
+            return None
+        if self._generation is None or self._generation[0] != run_id:
+            body: dict[str, Any] = {"model": ready.get("probe_model"), "max_tokens": 1, "temperature": 0}
+            body.update({"messages": [{"role": "user", "content": "1"}]} if "chat" in ready["probe_path"] else {"prompt": "1"})
+            answer = http_probe.request(ready["url"], ready["probe_path"], body, headers, timeout=GENERATION_SECONDS)
+            if answer["status"] != 200:
+                return answer
+            self._generation = (run_id, answer)
+        return self._generation[1]
+
+    def _key(self, name: str | None) -> tuple[dict[str, str], str | None]:
+        if not name:
+            return {}, None
+        value = _read_bytes(os.path.join(self.places.revision, "secrets", name)).decode("utf-8", "replace").strip()
+        return ({"Authorization": f"Bearer {value}"}, "used") if value else ({}, "unreadable")
+
+    def _listener(self, url: str, pids: set[int]) -> dict[str, Any] | None:
+        """The process that listens at the server's address. Null when none of the candidates can be seen (another user's)."""
+        parts = urlsplit(url)
+        found = [row for row in processes.listening_sockets(self._proc_root)
+                 if row["listening"] and row["port"] == parts.port and row["address"] in (parts.hostname, "0.0.0.0", "::")]
+        if not found or any(row["pid"] is None for row in found):
+            return None
+        pid = next((row["pid"] for row in found if row["pid"] in pids), found[0]["pid"])
+        shown = processes.describe(pid, self._proc_root)
+        return {"pid": pid, "name": shown["name"], "user": shown["user"], "ours": pid in pids}
+
+    # -- what explains a failure
+
+    def _log(self, runs: int) -> list[str]:
+        """The log of the last `runs` runs: an earlier deployment's lines must not be taken for the cause of this one's failure."""
+        if os.path.lexists(self.places.unit_file):
+            _code, text, _errors = self._run_command(
+                ["journalctl", "-u", self.places.unit, "-n", str(LOG_READ_LINES), "-o", "cat", "--no-pager"], environ_update={"LC_ALL": "C"})
+        else:
+            text = _read_bytes(self.places.log, LOG_READ_BYTES).decode("utf-8", "replace")
+        lines = log_signatures.clean_lines(text[-LOG_READ_BYTES:], self.secrets)
+        starts = [number for number, line in enumerate(lines) if _RUN_START.search(line)]
+        return lines[starts[-min(runs, len(starts))]:] if starts else lines
+
+    def _devices(self, launch: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Ask the engine's build for its devices with exactly the environment of the shard, less its secrets.
+
+        Done in the shard's working directory: ggml loads libraries from the current one.
+        """
+        command = _ready(launch).get("devices_command")
+        if not command:
+            return None
+        wanted = {**read_environment(os.path.join(self.places.revision, "shard.env")), **(launch["launches"][-1].get("env") or {})}
+        dropped = [word for name in sorted(set(os.environ) - set(wanted)) if "=" not in name for word in ("-u", name)]
+        try:
+            code, text, errors = self._run_command(
+                ["env", *dropped, "timeout", "-k", "2", str(DEVICES_SECONDS), command["path"], *command["args"]],
+                environ_update=wanted, cwd=_existing(launch["paths"]["work_dir"]), handle_exceptions=False)
+        except (OSError, ValueError) as error:
+            return {"lines": [], "error": str(error)}
+        if code != 0:
+            told = log_signatures.clean_lines(errors, self.secrets)
+            return {"lines": [], "error": "exit code %d%s" % (code, ": " + told[-1] if told else "")}
+        return {"lines": log_signatures.clean_lines(text, self.secrets), "error": None}
+
+
+def watch(observer: Observer, wanted: Watch) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Look until the stage is another one than `since_stage`, the shard is ready or has failed, or the time to hold is over.
+
+    Returns the last observation and its verdict, in which secrets are masked. A failure is explained with the log.
+    """
+    began = time.monotonic()
+    serving_since = None
+    while True:
+        elapsed = time.monotonic() - began
+        observation = observer.look(patience=wanted.hold_seconds > 0 and elapsed < PATIENCE_SECONDS)
+        if _serving(observation, wanted):
+            serving_since = serving_since or observation["now"]
+        else:
+            serving_since = None
+        observation.update(leader_serving=wanted.leader_serving, serving_since=serving_since,
+                           wanted={"fingerprint": wanted.fingerprint, "rank": wanted.rank, "run_id": wanted.run_id})
+        verdict = evidence.judge(observation)
+        if verdict["failed"]:
+            observation = observer.explain(observation, verdict)
+            return observation, log_signatures.mask(evidence.judge(observation), observer.secrets)
+        if verdict["ready"] or verdict["stage"] != wanted.since_stage or time.monotonic() - began >= wanted.hold_seconds:
+            return observation, log_signatures.mask(verdict, observer.secrets)
+        time.sleep(max(PERIOD_SECONDS, time.monotonic() - began - elapsed))
+
+
+def report(where: Places, seen: Mapping[str, Any], verdict: Mapping[str, Any]) -> dict[str, Any]:
+    """What a caller on the controller needs: the verdict and what it belongs to."""
+    launch, state = seen["launch"] or {}, seen["state"] or {}
+    return {"ready": verdict["ready"], "stage": verdict["stage"], "verdict": dict(verdict), "rank": launch.get("rank"), "nodes": launch.get("nodes"),
+            "serves_http": bool(_ready(launch).get("serves_http")), "run_id": state.get("run_id"), "budget_seconds": _ready(launch).get("budget_seconds"),
+            "log_command": f"journalctl -u {where.unit} -n 200" if os.path.lexists(where.unit_file) else f"tail -n 200 {where.log}"}
+
+
+def mark(where: Places, seen: Mapping[str, Any], verdict: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
+    """Write ready.json for a shard that is ready, remove it for one that has failed: (whether something changed, the verdict).
+
+    A mark of the same run stays as it is: it says since when the run is proven. A shard whose mark cannot be written is not ready,
+    as nobody else would know of it.
+    """
+    path = os.path.join(where.state_dir, "ready.json")
+    try:
+        if verdict["ready"]:
+            return _write_mark(path, seen, verdict), verdict
+        if verdict["failed"]:
+            os.unlink(path)
+            return True, verdict
+    except OSError as error:
+        if verdict["ready"]:
+            return False, {**verdict, "stage": "failed", "ready": False, "failed": True, "reason": f"{path} cannot be written: {error.strerror}",
+                           "hint": "Run the gate as the user that owns the state directory, or with become."}
+    return False, verdict
+
+
+def _write_mark(path: str, seen: Mapping[str, Any], verdict: Mapping[str, Any]) -> bool:
+    launch, state = seen["launch"], seen["state"]
+    content = {"schema": 1, "replica": launch["replica"], "rank": launch["rank"], "fingerprint": launch["fingerprint"], "run_id": state["run_id"],
+               "at": round(seen["now"], 3), "evidence": verdict["evidence"]}
+    before = small_files.read_json(path)[0] or {}
+    if all(before.get(key) == content[key] for key in ("schema", "replica", "rank", "fingerprint", "run_id")):
+        return False
+    draft = f"{path}.{os.getpid()}"
+    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644), "w", encoding="utf-8") as stream:
+        os.fchmod(stream.fileno(), 0o644)
+        json.dump(content, stream)
+    os.rename(draft, path)
+    return True
+
+
+def _serving(observation: Mapping[str, Any], wanted: Watch) -> bool:
+    if _ready(observation["launch"]).get("serves_http"):
+        return ((observation["http"] or {}).get("health") or {}).get("status") == 200
+    return bool(wanted.leader_serving)
+
+
+def _ready(launch: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    return (launch or {}).get("ready") or {}
+
+
+def _runs(state: Mapping[str, Any] | None) -> bool:
+    return state is not None and state.get("stage") == "running"
+
+
+def _run_of(table: processes.ProcessTable, pid: int) -> str | None:
+    shard = table.shard_of(pid)
+    return shard.run_id if shard is not None else None
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text and text.isdigit() else None
+
+
+def _existing(path: str) -> str:
+    return path if os.path.isdir(path) else "/"
+
+
+def _read_bytes(path: str, limit: int = 1024 * 1024) -> bytes:
+    """The last `limit` bytes of a file; empty when it cannot be read."""
+    try:
+        with open(path, "rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            if size > limit:
+                stream.seek(size - limit)
+            return stream.read(limit)
+    except OSError:
+        return b""
+
+
+def read_environment(path: str) -> dict[str, str]:
+    """shard.env: lines `NAME='value'`; run_shard.py has refused any other before an engine was started from it."""
+    found = (_ENVIRONMENT_LINE.fullmatch(line) for line in _read_bytes(path).decode("utf-8", "surrogateescape").split("\n"))
+    return {match.group(1): match.group(2).replace("'\\''", "'") for match in found if match is not None}
+
+
+def _secret_values(folder: str) -> list[str]:
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return []
+    values = (_read_bytes(os.path.join(folder, name), 65536).decode("utf-8", "replace").strip() for name in names)
+    return [value for value in values if value]
