@@ -1,0 +1,137 @@
+# Copyright (c) 2026 The rankzero.inference authors
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Action plugin: hostvars in, plan out. The rules are in plugin_utils; no connection is opened."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import time
+import typing as t
+
+from ansible.errors import AnsibleActionFail
+from ansible.plugins.action import ActionBase
+from ansible.utils.display import Display
+
+from ansible_collections.rankzero.inference.plugins.plugin_utils import collection_files, convergence, engines, hostvars, render, secrets
+from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Fault, Findings, report
+from ansible_collections.rankzero.inference.plugins.plugin_utils.plan import HostInput, Request, build_plan
+from ansible_collections.rankzero.inference.plugins.plugin_utils.render import sha256
+from ansible_collections.rankzero.inference.plugins.plugin_utils.tables import plan_text
+
+display = Display()
+OPTIONS = ("replica_fabric", "replica_fabrics", "replica_leader", "replica_http_port", "replica_http_host", "replica_leader_port")
+ARGUMENTS: dict[str, t.Any] = {
+    "replica": {"type": "raw"},
+    "profile": {"type": "raw"},
+    "profiles": {"type": "raw"},
+    "group": {"type": "str"},
+    "api_key": {"type": "raw", "no_log": True},
+    "options": {"type": "dict", "default": {}},
+    "recorded": {"type": "bool", "default": False},
+    "plan_file": {"type": "str"},
+    "show": {"type": "bool", "default": True},
+}
+
+
+class ActionModule(ActionBase):
+    TRANSFERS_FILES = False
+    BYPASS_HOST_LOOP = True
+    _supports_check_mode = True
+
+    def run(self, tmp: t.Any = None, task_vars: t.Any = None) -> dict[str, t.Any]:
+        super().run(tmp, task_vars)
+        _result, arguments = self.validate_argument_spec(argument_spec=ARGUMENTS)
+        plan = self._plan(arguments, task_vars)
+        if hostvars.text(arguments["plan_file"]):
+            self._write(str(arguments["plan_file"]), plan)
+        if arguments["show"] or plan["faults"]:
+            display.display(plan_text({**plan, "faults": []}) if plan["faults"] else plan_text(plan))
+        if plan["faults"]:
+            faults = [Fault(**fault) for fault in plan["faults"]]
+            return {"failed": True, "plan": plan, "faults": plan["faults"], "msg": report(faults, "The plan is refused, and nothing was changed. Faults")}
+        return {"changed": False, "plan": plan, "planned_at": time.time()}
+
+    def _plan(self, arguments: dict[str, t.Any], task_vars: t.Any) -> dict[str, t.Any]:
+        findings = Findings()
+        replica = hostvars.plain(arguments["replica"])
+        key = secrets.check(hostvars.plain(arguments["api_key"]), findings)
+        played = [str(host) for host in task_vars.get("ansible_play_hosts_all") or ()]
+        request = Request(
+            replica=replica, profile=hostvars.plain(arguments["profile"]), profiles=hostvars.plain(arguments["profiles"]),
+            hosts=tuple(self._host(host, task_vars, arguments["recorded"]) for host in played), absent_hosts=self._absent(arguments, task_vars),
+            options=hostvars.plain(arguments["options"]), key_digest=secrets.digest(key, str(replica)) if key else None, program_hashes=self._hashes(arguments),
+        )
+        plan = build_plan(request)
+        if findings.faults:
+            plan.update({"faults": plan["faults"] + [fault.as_dict() for fault in findings.faults], "shards": {}, "leader": None, "fingerprint": None})
+        self._warn_about_forks(plan, task_vars)
+        self._compare(plan, request)
+        return plan
+
+    @staticmethod
+    def _compare(plan: dict[str, t.Any], request: Request) -> None:
+        """Say for every rank what is not yet as planned, so that ranks which depend on each other change together."""
+        templates = {name: collection_files.template(name) for name in collection_files.TEMPLATES}
+        records = {host.name: ((host.facts or {}).get("shards") or {}).get(plan["replica"]) for host in request.hosts}
+        own = {}
+        for host, shard in plan["shards"].items():
+            programs = {name: collection_files.program(name) for name in [collection_files.SUPERVISOR_PROGRAM, *shard["program_files"]]}
+            own[host] = convergence.reasons(records.get(host), shard, render.render(shard, templates, programs))
+        ranks = {host: shard["rank"] for host, shard in plan["shards"].items()}
+        for host, converge in convergence.over_replica(own, ranks).items():
+            plan["shards"][host]["converge"] = converge
+
+    @staticmethod
+    def _absent(arguments: dict[str, t.Any], task_vars: t.Any) -> tuple[str, ...]:
+        """Members of the replica's group that are not in the play: --limit, a job slice, or a host that failed before."""
+        members = (task_vars.get("groups") or {}).get(hostvars.text(arguments["group"]) or "") or ()
+        played = set(map(str, task_vars.get("ansible_play_hosts") or ()))
+        return tuple(str(host) for host in members if str(host) not in played)
+
+    @staticmethod
+    def _host(host: str, task_vars: t.Any, recorded: bool) -> HostInput:
+        variables = task_vars["hostvars"][host]
+        facts = hostvars.facts_of(hostvars.raw_variables(task_vars, host), recorded)
+        return HostInput(
+            name=host, facts=hostvars.plain(facts) if isinstance(facts, t.Mapping) else facts, root=hostvars.text(variables.get("replica_root")) or "/", user=hostvars.text(variables.get("replica_user")),
+            service_manager=hostvars.text(variables.get("replica_service_manager")), address=hostvars.text(variables.get("replica_address")),
+            management=hostvars.text(variables.get("replica_management")), rank=hostvars.plain(variables.get("replica_rank")),
+        )
+
+    @staticmethod
+    def _hashes(arguments: dict[str, t.Any]) -> dict[str, str]:
+        """Programs and templates are part of what decides how a shard runs: an upgraded collection makes a new revision."""
+        programs = {collection_files.SUPERVISOR_PROGRAM: collection_files.program(collection_files.SUPERVISOR_PROGRAM)}
+        for name in sorted(_program_files(arguments)):
+            programs[name] = collection_files.program(name)
+        templates = {name: collection_files.template(name) for name in collection_files.TEMPLATES}
+        return {name: sha256(text) for name, text in {**programs, **templates}.items()}
+
+    @staticmethod
+    def _warn_about_forks(plan: dict[str, t.Any], task_vars: t.Any) -> None:
+        forks = task_vars.get("ansible_forks")
+        if isinstance(forks, int) and forks < len(plan["shards"]):
+            plan["warnings"].append(Fault(None, None, "forks", str(forks), "at least %d, one for each rank" % len(plan["shards"]), "The wait still works, but progress lines of some ranks come late.").as_dict())
+
+    def _write(self, path: str, plan: dict[str, t.Any]) -> None:
+        """The plan as JSON on the controller, also when it was refused, also in check mode: it is the output that was asked for."""
+        target = pathlib.Path(self._loader.path_dwim(path)) if not os.path.isabs(path) else pathlib.Path(path)
+        try:
+            unfinished = target.with_name(target.name + ".new")
+            unfinished.write_text(json.dumps(plan, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+            unfinished.replace(target)
+        except OSError as error:
+            raise AnsibleActionFail("plan_file %s cannot be written: %s" % (target, error.strerror or error)) from error
+
+
+def _program_files(arguments: dict[str, t.Any]) -> t.Sequence[str]:
+    """Program files of the engine that the profile names, if it names one that exists."""
+    profile = arguments["profile"]
+    if not isinstance(profile, t.Mapping):
+        profile = (arguments["profiles"] or {}).get(profile) if isinstance(arguments["profiles"], t.Mapping) else None
+    name = profile.get("engine") if isinstance(profile, t.Mapping) else None
+    engine = engines.load(str(name), Findings()) if name else None
+    return engine.program_files if engine else ()

@@ -1,0 +1,105 @@
+# Copyright (c) 2026 The rankzero.inference authors
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Action plugin: render on the controller, compare with the facts, and make at most one remote call."""
+
+from __future__ import annotations
+
+import typing as t
+
+from ansible.errors import AnsibleActionFail
+from ansible.plugins.action import ActionBase
+
+from ansible_collections.rankzero.inference.plugins.plugin_utils import collection_files, convergence, hostvars, render
+
+STATES = ["present", "restored", "absent", "stopped", "restarted"]
+ARGUMENTS: dict[str, t.Any] = {
+    "state": {"type": "str", "choices": STATES, "default": "present"},
+    "replica": {"type": "str", "required": True},
+    "shard": {"type": "dict", "default": {}},
+    "api_key": {"type": "str", "no_log": True},
+    "replica_root": {"type": "str", "default": "/"},
+}
+
+
+class ActionModule(ActionBase):
+    TRANSFERS_FILES = False
+    _supports_check_mode = True
+    _supports_diff = True
+
+    def run(self, tmp: t.Any = None, task_vars: t.Any = None) -> dict[str, t.Any]:
+        super().run(tmp, task_vars)
+        _result, arguments = self.validate_argument_spec(argument_spec=ARGUMENTS)
+        facts = hostvars.facts_of(task_vars or {})
+        record = ((facts or {}).get("shards") or {}).get(arguments["replica"]) if isinstance(facts, t.Mapping) else None
+        self._arguments, self._facts, self._record, self._task_vars = arguments, facts or {}, record, task_vars
+        return getattr(self, "_" + arguments["state"])()
+
+    # ---- states
+
+    def _present(self) -> dict[str, t.Any]:
+        shard = hostvars.plain(self._arguments["shard"])
+        if not shard:
+            return self._absent(["the plan has no shard on this host"])
+        rendered = render.render(shard, {name: collection_files.template(name) for name in collection_files.TEMPLATES}, self._programs(shard))
+        own = convergence.reasons(self._record, shard, rendered)
+        converge = shard.get("converge") or {"reasons": own, "restart": False}
+        reasons = converge["reasons"]
+        if not reasons or (own in ([], [convergence.UNPROVEN]) and not converge["restart"]):
+            return {"changed": bool(reasons), "actions": [], "reasons": reasons, "revision": shard["fingerprint"], "remote_calls": 0}
+        result = self._call(
+            fingerprint=shard["fingerprint"], files=dict(rendered.files), unit_name=rendered.unit_name, manager=shard["service_manager"], user=shard["user"],
+            supervisord=self._supervisord(), secrets=self._secrets(shard), force_restart=converge["restart"],
+        )
+        result["reasons"] = reasons
+        if not result.get("failed"):
+            result["changed"] = True
+        return result
+
+    def _restored(self) -> dict[str, t.Any]:
+        """Back to what node facts saw before this deploy changed anything."""
+        shard = hostvars.plain(self._arguments["shard"])
+        before = (self._record or {}).get("revision")
+        if not shard and not self._record:
+            return self._nothing()
+        if shard and before == shard["fingerprint"]:
+            return {**self._nothing(), "reasons": ["revision %s was there before this deploy, and stays" % before]}
+        return self._call(state="restored", fingerprint=before, failed_fingerprint=shard.get("fingerprint"), supervisord=self._supervisord())
+
+    def _absent(self, reasons: list[str] | None = None) -> dict[str, t.Any]:
+        if not self._record and self._facts:
+            return self._nothing()
+        return {**self._call(state="absent", supervisord=self._supervisord()), "reasons": reasons or []}
+
+    def _stopped(self) -> dict[str, t.Any]:
+        return self._call(state="stopped", supervisord=self._supervisord()) if self._record else self._nothing()
+
+    def _restarted(self) -> dict[str, t.Any]:
+        return self._call(state="restarted", supervisord=self._supervisord())
+
+    # ---- parts
+
+    @staticmethod
+    def _nothing() -> dict[str, t.Any]:
+        return {"changed": False, "actions": [], "reasons": [], "revision": None, "remote_calls": 0}
+
+    @staticmethod
+    def _programs(shard: t.Mapping[str, t.Any]) -> dict[str, str]:
+        return {name: collection_files.program(name) for name in [collection_files.SUPERVISOR_PROGRAM, *shard["program_files"]]}
+
+    def _supervisord(self) -> str | None:
+        return hostvars.text((self._facts.get("host") or {}).get("supervisord"))
+
+    def _secrets(self, shard: t.Mapping[str, t.Any]) -> dict[str, str]:
+        if not shard["secrets"]:
+            return {}
+        if not self._arguments["api_key"]:
+            raise AnsibleActionFail("the plan gives this rank an API key, but api_key is not set: give shard the same key as replica_plan")
+        return {"api_key": str(self._arguments["api_key"])}
+
+    def _call(self, **module_arguments: t.Any) -> dict[str, t.Any]:
+        """The one remote call."""
+        module_arguments = {"state": "present", "replica": str(self._arguments["replica"]), "replica_root": str(self._arguments["replica_root"]), **module_arguments}
+        result = dict(self._execute_module(module_name="rankzero.inference.shard", module_args=module_arguments, task_vars=self._task_vars))
+        result["remote_calls"] = 1
+        return result

@@ -1,0 +1,279 @@
+# Copyright (c) 2026 The rankzero.inference authors
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""What the shard module does on a host: bring a revision to life, take one back, or remove everything that is ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import signal
+import time
+import typing as t
+
+from ansible_collections.rankzero.inference.plugins.module_utils import processes
+from ansible_collections.rankzero.inference.plugins.module_utils.revisions import SECRETS, Owner, Revisions
+from ansible_collections.rankzero.inference.plugins.module_utils.service_managers import Manager, RunCommand, ServiceError, Supervisor, Systemd
+
+KEEP_REVISIONS = 3
+# Shown in a diff; the programs that belong to the collection are named there, not printed.
+_SHOWN_SUFFIXES = (".service", ".conf", ".json", ".env")
+
+
+class DeploymentError(Exception):
+    """Something that an operator has to know about and the module could not do."""
+
+
+class Deployment:
+    """One replica's shard on this host.
+
+    C(check): nothing is written. C(actions) lists what was done (or would be), as commands or sentences; C(diffs) what changed in text files.
+    """
+
+    def __init__(self, params: t.Mapping[str, t.Any], run_command: RunCommand, check: bool) -> None:
+        self.params = params
+        self.check = check
+        self.replica = params["replica"]
+        self.revisions = Revisions(params["replica_root"], self.replica)
+        self.run_command = run_command
+        self.actions: t.List[str] = []
+        self.diffs: t.List[t.Dict[str, str]] = []
+
+    # ---- the service
+
+    def _managers(self) -> t.List[Manager]:
+        """Both, for finding out what is there."""
+        return [Systemd(self.replica, self.run_command), Supervisor(self.revisions.directory, self.revisions.state_dir, self.params.get("supervisord"), self.run_command)]
+
+    def _manager(self, name: str) -> Manager:
+        return next(manager for manager in self._managers() if manager.name == name)
+
+    def _installed(self) -> t.Optional[Manager]:
+        """The manager that has a unit of this replica. A systemd unit counts only where it belongs to this replica_root."""
+        for manager in self._managers():
+            text = manager.read()
+            if text is not None and (manager.name != "systemd" or self.revisions.directory + "/" in text):
+                return manager
+        return None
+
+    def _act(self, what: str, do: t.Callable[[], t.Any]) -> None:
+        self.actions.append(what)
+        if not self.check:
+            do()
+
+    # ---- present
+
+    def present(self) -> None:
+        """Write the revision, switch to it, and start it unless exactly it already runs."""
+        fingerprint, files = self.params["fingerprint"], self.params["files"]
+        secrets = {name: text for name, text in (self.params.get("secrets") or {}).items() if text is not None}
+        manager = self._manager(self.params["manager"])
+        self._diff(fingerprint, files, secrets, manager)
+        self._ensure_user()
+        written = not self.revisions.same(fingerprint, files, secrets)
+        if written:
+            self._act("write revision %s" % fingerprint, lambda: self.revisions.write(fingerprint, files, secrets, self._owner()))
+        if not self.check:
+            self.revisions.prepare_directories(self._owner())
+        self._switch(fingerprint, manager, written)
+        if not self.check:
+            self.revisions.prune(KEEP_REVISIONS)
+
+    def _switch(self, fingerprint: str, manager: Manager, written: bool) -> None:
+        """Make a revision that is on disk the one that runs."""
+        unit = self.params["files"].get(self.params["unit_name"]) if self.params.get("files") else self.revisions.read(fingerprint, self._unit_name(manager))
+        if unit is None:
+            raise DeploymentError("revision %s has no file for %s" % (fingerprint, manager.name))
+        other = self._installed()
+        if other is not None and other.name != manager.name:
+            self._act("stop and remove the service of %s" % other.name, lambda: self._retire(other))
+        installed = manager.read() == unit
+        switched = self.revisions.linked("current") != fingerprint
+        running = manager.active() and self.revisions.state().get("fingerprint") == fingerprint and self.revisions.state().get("stage") not in ("stopped", "failed")
+        if not (written or switched or not installed or not running or self.params.get("force_restart")):
+            return
+        if not self.check:
+            self.revisions.clear_ready()
+        if switched:
+            self._act("switch current to revision %s" % fingerprint, lambda: self.revisions.activate(fingerprint))
+        if not installed:
+            self._act("install %s" % manager.path, lambda: manager.install(unit))
+        self._act("restart the service (%s)" % manager.name, manager.restart)
+
+    def _unit_name(self, manager: Manager) -> str:
+        return "inference-%s.service" % self.replica if manager.name == "systemd" else "supervisord.conf"
+
+    def _retire(self, manager: Manager) -> None:
+        manager.stop(120)
+        manager.remove()
+
+    # ---- restored
+
+    def restored(self) -> None:
+        """Go back to the revision that was there before a deploy; with none, leave nothing."""
+        fingerprint, failed = self.params.get("fingerprint"), self.params.get("failed_fingerprint")
+        if not fingerprint:
+            self.absent()
+            return
+        if fingerprint not in self.revisions.known():
+            raise DeploymentError("revision %s is no longer on this host; known: %s" % (fingerprint, ", ".join(self.revisions.known()) or "none"))
+        name = "systemd" if self.revisions.read(fingerprint, "inference-%s.service" % self.replica) is not None else "supervisor"
+        if self.revisions.linked("current") != fingerprint or not self._manager(name).active():
+            self._switch(fingerprint, self._manager(name), False)
+        if failed and failed != fingerprint and failed in self.revisions.known():
+            self._act("remove revision %s" % failed, lambda: self.revisions.forget(failed))
+
+    # ---- absent
+
+    def absent(self) -> None:
+        """Stop the service, end what carries our marker, and remove every file and user that we made. Model files are never touched."""
+        manager = self._installed()
+        if manager is not None:
+            self._act("stop the service (%s)" % manager.name, lambda: manager.stop(120))
+            self._act("remove %s" % manager.path, manager.remove)
+        left = self._marked()
+        if left:
+            self._act("end %d processes that carry the replica's marker" % len(left), self._end_marked)
+        made = self.revisions.present()
+        if made:
+            self._act("remove %s" % ", ".join(made), self.revisions.remove_all)
+        self._remove_user()
+        self._remove_empty_root()
+
+    def _marked(self) -> t.List[int]:
+        """Processes that carry the replica's marker. Only those may ever be ended.
+
+        Below another root than / the rank must be the one that this root has run: a demonstration keeps several roots on one machine.
+        """
+        table, rank = processes.ProcessTable(), self._rank()
+        everything = self.revisions.config_root == "/etc/rankzero"
+        found = []
+        for pid in table.pids():
+            shard = table.shard_of(pid)
+            if shard is not None and shard.replica == self.replica and pid != os.getpid() and (everything or shard.rank == rank):
+                found.append(pid)
+        return found
+
+    def _rank(self) -> t.Optional[int]:
+        text = self.revisions.read(self.revisions.linked("current"), "launch.json")
+        try:
+            return int(json.loads(text)["rank"]) if text else None
+        except (ValueError, KeyError, TypeError):
+            return None
+
+    def _end_marked(self) -> None:
+        for signal_number, seconds in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
+            for pid in self._marked():
+                try:
+                    os.kill(pid, signal_number)
+                except ProcessLookupError:
+                    pass
+            deadline = time.monotonic() + seconds
+            while self._marked() and time.monotonic() < deadline:
+                time.sleep(0.1)
+        left = self._marked()
+        if left:
+            raise DeploymentError("processes %s carry the marker of replica %s and did not end after SIGKILL" % (", ".join(map(str, left)), self.replica))
+
+    # ---- stopped, restarted
+
+    def stopped(self) -> None:
+        manager = self._installed()
+        if manager is not None and manager.active():
+            self._act("stop the service (%s)" % manager.name, lambda: manager.stop(120))
+
+    def restarted(self) -> None:
+        manager = self._installed()
+        if manager is None:
+            raise DeploymentError("replica %s has no service on this host: deploy it first" % self.replica)
+        if not self.check:
+            self.revisions.clear_ready()
+        self._act("restart the service (%s)" % manager.name, manager.restart)
+
+    # ---- users
+
+    def _users_file(self) -> str:
+        return self.revisions.config_root + "/made_users.json"
+
+    def _made_users(self) -> t.List[str]:
+        try:
+            with open(self._users_file(), encoding="utf-8") as stream:
+                return [str(name) for name in json.load(stream)]
+        except (OSError, ValueError):
+            return []
+
+    def _ensure_user(self) -> None:
+        """The service's own system user, made when it is missing, and remembered so that removal takes only what we made."""
+        name = self.params["user"]
+        if _user(name) is not None or os.geteuid() != 0:
+            return
+        command = ["useradd", "--system", "--user-group", "--no-create-home", "--home-dir", self.revisions.work_dir, "--shell", "/usr/sbin/nologin", name]
+        self._act(" ".join(command), lambda: self._make_user(name, command))
+
+    def _make_user(self, name: str, command: t.List[str]) -> None:
+        rc, out, err = self.run_command(command)
+        if rc != 0:
+            raise DeploymentError("%s ended with %d: %s" % (" ".join(command), rc, (err or out).strip()))
+        os.makedirs(self.revisions.config_root, 0o755, exist_ok=True)
+        with open(self._users_file(), "w", encoding="utf-8") as stream:
+            json.dump(sorted(set(self._made_users()) | {name}), stream)
+
+    def _remove_user(self) -> None:
+        """Users that we made go with the last replica."""
+        made = self._made_users()
+        if not made or (not self.check and self._other_replicas()) or (self.check and len(self._other_replicas()) > 1):
+            return
+        for name in made:
+            if _user(name) is not None:
+                self._act("userdel %s" % name, lambda name=name: self.run_command(["userdel", name]))
+        self._act("remove %s" % self._users_file(), lambda: os.unlink(self._users_file()))
+
+    def _other_replicas(self) -> t.List[str]:
+        try:
+            names = os.listdir(self.revisions.config_root)
+        except OSError:
+            return []
+        return [name for name in names if os.path.isdir("%s/%s/revisions" % (self.revisions.config_root, name))]
+
+    def _remove_empty_root(self) -> None:
+        if not self.check and os.path.isdir(self.revisions.config_root) and not os.listdir(self.revisions.config_root):
+            os.rmdir(self.revisions.config_root)
+
+    def _owner(self) -> Owner:
+        entry = _user(self.params["user"])
+        if entry is None or os.geteuid() != 0:
+            return Owner(os.geteuid(), os.getegid(), True)
+        return Owner(entry.pw_uid, entry.pw_gid, entry.pw_uid == os.geteuid())
+
+    # ---- diff
+
+    def _diff(self, fingerprint: str, files: t.Mapping[str, str], secrets: t.Mapping[str, str], manager: Manager) -> None:
+        """Before and after of everything that an operator reads. Secrets show only that they changed."""
+        current = self.revisions.linked("current")
+        for name, text in sorted(files.items()):
+            before = self.revisions.read(current, name) or ""
+            if before == text:
+                continue
+            if name.endswith(_SHOWN_SUFFIXES):
+                self._diff_entry(name, before, text)
+            else:
+                self._diff_entry(name, "(program)\n" if before else "", "(program, changed)\n" if before else "(program, new)\n")
+        for name, text in sorted(secrets.items()):
+            before = self.revisions.read(current, "%s/%s" % (SECRETS, name))
+            if before != text:
+                self._diff_entry("%s/%s" % (SECRETS, name), "(secret)\n" if before else "", "(secret, changed)\n" if before else "(secret, new)\n")
+
+    def _diff_entry(self, name: str, before: str, after: str) -> None:
+        path = "%s/current/%s" % (self.revisions.directory, name)
+        self.diffs.append({"before_header": path, "after_header": path, "before": before, "after": after})
+
+
+def _user(name: str) -> t.Optional[pwd.struct_passwd]:
+    try:
+        return pwd.getpwnam(name)
+    except KeyError:
+        return None
+
+
+__all__ = ["Deployment", "DeploymentError", "ServiceError"]

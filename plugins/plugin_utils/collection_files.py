@@ -1,0 +1,21 @@
+# Copyright (c) 2026 The rankzero.inference authors
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Files of this collection that action plugins need: templates and programs of the role. The one place in plugin_utils that reads files."""
+
+from __future__ import annotations
+
+import pathlib
+
+ROLE = pathlib.Path(__file__).resolve().parent.parent.parent / "roles" / "replica"
+SUPERVISOR_PROGRAM = "run_shard.py"
+TEMPLATES = ("shard.env.j2", "inference.service.j2", "supervisord.conf.j2")
+
+
+def program(name: str) -> str:
+    """The text of a program in roles/replica/files. Raises OSError where the collection is damaged."""
+    return (ROLE / "files" / name).read_text(encoding="utf-8")
+
+
+def template(name: str) -> str:
+    return (ROLE / "templates" / name).read_text(encoding="utf-8")

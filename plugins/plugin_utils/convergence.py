@@ -1,0 +1,64 @@
+# Copyright (c) 2026 The rankzero.inference authors
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Whether a host already is what the plan wants: decided from facts, so that an interrupted run is finished by the next one."""
+
+from __future__ import annotations
+
+import typing as t
+
+from ansible_collections.rankzero.inference.plugins.plugin_utils.render import Rendered, sha256
+
+UNPROVEN = "readiness of the running revision is not proven"
+RUNNING_STAGES = ("starting", "waiting", "sidecars", "running")
+
+
+def reasons(record: t.Mapping[str, t.Any] | None, shard: t.Mapping[str, t.Any], rendered: Rendered) -> list[str]:
+    """Why the host is not converged, as sentences; empty when there is nothing to do.
+
+    C(record): the shard as node facts saw it, or None.  Equal fingerprint, equal files, an active service and a valid proof of readiness
+    is nothing to do.
+    """
+    if not record:
+        return ["the host has no shard of this replica"]
+    found = []
+    fingerprint = shard["fingerprint"]
+    if record.get("revision") != fingerprint:
+        found.append("revision %s is not current (%s is)" % (fingerprint, record.get("revision") or "none"))
+    else:
+        found += _changed_files(record.get("files_sha256") or {}, rendered)
+    unit = record.get("unit") or {}
+    if unit.get("sha256") != sha256(rendered.unit) or unit.get("manager") != shard["service_manager"]:
+        found.append("the service file differs")
+    if not unit.get("active"):
+        found.append("the service is not active")
+    elif record.get("stage") not in RUNNING_STAGES:
+        found.append("the shard is %s" % (record.get("stage") or "not running"))
+    elif not record.get("ready"):
+        found.append(UNPROVEN)
+    return found
+
+
+def _changed_files(seen: t.Mapping[str, str], rendered: Rendered) -> list[str]:
+    wanted = rendered.hashes()
+    changed = sorted(name for name in set(seen) | set(wanted) if seen.get(name) != wanted.get(name))
+    return ["files of the revision differ: %s" % ", ".join(changed)] if changed else []
+
+
+def over_replica(own: t.Mapping[str, list[str]], ranks: t.Mapping[str, int]) -> dict[str, dict[str, t.Any]]:
+    """One replica, one fate: a rank that has to change takes all others with it, since ranks meet only when they start together.
+
+    C(own): host -> reasons.  C(ranks): host -> rank.  Returns host -> C({reasons, restart}): C(restart) is true where the host itself is
+    as planned but must start again with the others.
+    """
+    changed = [host for host, found in own.items() if found and found != [UNPROVEN]]
+    unproven = [host for host, found in own.items() if found == [UNPROVEN]]
+    result = {}
+    for host, found in own.items():
+        others = ["rank %d (%s) changes, and all ranks start together" % (ranks[other], other) for other in changed if other != host]
+        if not found and not changed:
+            others = ["readiness of rank %d (%s) is not proven" % (ranks[other], other) for other in unproven if other != host]
+        settled = not found or found == [UNPROVEN]
+        result[host] = {"reasons": found + others if settled else found, "restart": bool(changed) and settled}
+    return result
+

@@ -1,0 +1,54 @@
+# Copyright (c) 2026 The rankzero.inference authors
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""The state of a replica over all hosts, from facts and from a look at the evidence."""
+
+from __future__ import annotations
+
+import typing as t
+
+from ansible_collections.rankzero.inference.plugins.plugin_utils.tables import table
+
+Seen = t.Mapping[str, t.Tuple[t.Any, t.Any]]
+
+
+def ranks(replica: str, seen: Seen) -> list[dict[str, t.Any]]:
+    """One entry for each host that has a shard of the replica, by rank.  C(seen): host -> (node facts, result of shard_ready or None)."""
+    found = []
+    for host, (facts, look) in seen.items():
+        record = ((facts or {}).get("shards") or {}).get(replica)
+        if record is None:
+            continue
+        verdict = (look or {}).get("verdict") or {}
+        gpus = ((verdict.get("evidence") or {}).get("gpus")) or []
+        found.append({
+            "rank": record.get("rank"), "nodes": record.get("nodes"), "host": host, "stage": verdict.get("stage") or record.get("stage"),
+            "ready": bool(record.get("ready")) and verdict.get("failed") is not True, "held_mib": [gpu.get("held_mib") for gpu in gpus],
+            "expected_mib": [gpu.get("expected_mib") for gpu in gpus], "restarts": record.get("restarts"), "revision": record.get("revision"),
+            "service": "active" if (record.get("unit") or {}).get("active") else "inactive", "profile": record.get("profile"), "fabric": record.get("fabric"),
+            "without_gpu_evidence": bool((verdict.get("evidence") or {}).get("judged_without_gpu") or verdict.get("judged_without_gpu")),
+            "reason": verdict.get("reason") or record.get("detail"),
+        })
+    return sorted(found, key=lambda entry: (entry["rank"] is None, entry["rank"] or 0, entry["host"]))
+
+
+def whole(found: t.Sequence[t.Mapping[str, t.Any]]) -> bool:
+    """True where every rank that the replica has is there, ready, and of one revision."""
+    if not found or not all(entry["ready"] for entry in found) or len({entry["revision"] for entry in found}) != 1:
+        return False
+    return sorted(entry["rank"] for entry in found) == list(range(found[0]["nodes"] or 0))
+
+
+def text(replica: str, found: t.Sequence[t.Mapping[str, t.Any]], hosts: t.Sequence[str]) -> str:
+    if not found:
+        return "Replica %s: no shard on any of %d host(s)." % (replica, len(hosts))
+    rows = [[entry["rank"], entry["host"], entry["stage"], "yes" if entry["ready"] else "no", entry["service"], entry["restarts"], _memory(entry), entry["revision"]] for entry in found]
+    lines = ["Replica %s: %s" % (replica, "ready" if whole(found) else "NOT ready"), table(["rank", "host", "stage", "ready", "service", "restarts", "GPU MiB held/expected", "revision"], rows)]
+    lines += ["  rank %s (%s): %s" % (entry["rank"], entry["host"], entry["reason"]) for entry in found if entry["reason"] and not entry["ready"]]
+    return "\n".join(lines)
+
+
+def _memory(entry: t.Mapping[str, t.Any]) -> str:
+    if entry["without_gpu_evidence"]:
+        return "CPU profile"
+    return ", ".join("%s/%s" % ("?" if held is None else held, expected) for held, expected in zip(entry["held_mib"], entry["expected_mib"]))
