@@ -55,6 +55,7 @@ BODY_LIMIT = 1024 * 1024  # bytes
 IDLE_SECONDS = 60.0  # a connection that sends no request is closed after this
 DEFAULT_MAX_TOKENS = 16
 GLOO_TIMEOUT_SECONDS = 1800.0  # what gloo and vLLM wait when --distributed-timeout-seconds is not given
+RETRY_SECONDS = 0.1
 STOP_SECONDS = 2.0  # workers that are still there this long after they were asked to end are killed
 
 
@@ -528,7 +529,7 @@ class Ranks:
                 milliseconds = round(self._timeout * 1000)
                 self._log.info(f"TCP client failed to connect/validate to host {leader[0]}:{leader[1]} - retrying (try={attempt}, timeout={milliseconds}ms)")
             attempt += 1
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(RETRY_SECONDS)
 
     # Each to each.
 
@@ -591,7 +592,7 @@ class Ranks:
                 with contextlib.suppress(OSError):
                     self._kept.append(await asyncio.open_connection(*self._table[rank]["queue"]))
                     break
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(RETRY_SECONDS)
 
     async def _queue_came(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._kept.append((reader, writer))
@@ -651,7 +652,7 @@ REASONS = {
 
 
 def json_response(status: int, content: Any) -> Response:
-    return Response(status, json.dumps(content).encode())
+    return Response(status, json.dumps(content, separators=(",", ":")).encode())
 
 
 class HttpServer:
@@ -868,8 +869,9 @@ def prompt_text(asked: Mapping[str, Any], chat: bool) -> str:
 
 
 def completion_events(completion: Completion, base: Mapping[str, Any], text: str) -> list[dict[str, Any]]:
-    """The events of a streamed completion: one for each token, and the usage where it was asked for."""
-    events: list[dict[str, Any]] = []
+    """The events of a streamed completion: the role of a chat, one for each token, and the usage where it was asked for."""
+    role = {"index": 0, "finish_reason": None, "delta": {"role": "assistant", "content": ""}}
+    events: list[dict[str, Any]] = [{**base, "choices": [role]}] if completion.chat else []
     for number, letter in enumerate(text):
         piece: dict[str, Any] = {"delta": {"content": letter}} if completion.chat else {"text": letter}
         events.append({**base, "choices": [{"index": 0, "finish_reason": "length" if number == len(text) - 1 else None, **piece}]})
@@ -1247,9 +1249,9 @@ class Api:
         if completion.chat:
             base = {**base, "object": "chat.completion.chunk"}
         with self._running(completion):
+            await asyncio.sleep(self.options.sim_ttft)
             for number, event in enumerate(completion_events(completion, base, text)):
-                delay = self.options.sim_itl if 0 < number < completion.max_tokens else 0.0
-                await asyncio.sleep(delay if number else self.options.sim_ttft)
+                await asyncio.sleep(self.options.sim_itl if 0 < number < completion.max_tokens else 0.0)
                 yield f"data: {json.dumps(event)}\n\n".encode()
         yield b"data: [DONE]\n\n"
 
@@ -1443,7 +1445,7 @@ class Engine:
         if word != "lost" or self._end.done():
             return
         if self._dialect.name == "sglang":
-            self._loop.call_later(1.0, self._die_by_kill, f"rank {rank} is lost")
+            self._loop.call_later(0.5, self._die_by_kill, f"rank {rank} is lost")
         elif self._options.node_rank == 0:
             self._death = f"Connection closed by peer (rank {rank})."
         # vLLM's followers wait on in a queue that reconnects in silence: vllm#32136
