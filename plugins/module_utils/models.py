@@ -223,7 +223,7 @@ GGUF_STRING, GGUF_ARRAY = 8, 9
 MOST_GGUF_ENTRIES = 100000
 MOST_GGUF_HEADER = 256 * 1024 * 1024
 MOST_GGUF_STRING = 16 * 1024 * 1024
-MOST_GGUF_ITEMS = 16 * 1024 * 1024
+MOST_GGUF_ITEMS = 4 * 1024 * 1024
 GGUF_FIELDS = {
     "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads", "block_count": "num_hidden_layers",
     "embedding_length": "hidden_size", "attention.key_length": "head_dim", "context_length": "max_position_embeddings",
@@ -238,6 +238,8 @@ def gguf_config(path: str) -> Facts:
     with open(path, "rb") as stream:
         header = read_gguf_header(stream)
     architecture = header.get("general.architecture")
+    if not architecture:
+        raise Unreadable("the GGUF header names no architecture")
     found: Facts = {"architectures": [architecture], "quantization_config": {"quant_method": "gguf"}}
     for suffix, name in GGUF_FIELDS.items():
         value = header.get("%s.%s" % (architecture, suffix))

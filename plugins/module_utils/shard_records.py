@@ -72,6 +72,8 @@ def read_shard(replica_root: str, replica: str, proc_root: str, unit: Facts | No
         "run_id": text(state.get("run_id")), "stage": text(state.get("stage")), "detail": text(state.get("detail")),
         "restarts": restarts(state, unit), "pids": [], "errors": errors,
     }
+    if unit and unit.get("problem"):
+        errors["unit"] = "systemctl show failed: %s" % unit["problem"]
     labels = launch["labels"] if isinstance(launch.get("labels"), dict) else {}
     shard.update({name: text(labels.get(name)) for name in LABELS})
     shard.update({name: whole(launch.get(name)) for name in ("leader_port", "http_port")})
@@ -178,7 +180,7 @@ def systemd_units(replicas: list[str], run_command: RunCommand) -> dict[str, Fac
     names = ["inference-%s.service" % replica for replica in replicas]
     status, out, err = run_command(["systemctl", "show", "--property=Id,ActiveState,UnitFileState,NRestarts", "--"] + names)
     if status != 0:
-        return {replica: {"active_state": None, "enabled": None, "restarts": None, "problem": err} for replica in replicas}
+        return {replica: {"active_state": None, "enabled": None, "restarts": None, "problem": small_files.clean(err) or "status %d" % status} for replica in replicas}
     blocks = [parse_properties(block) for block in out.strip().split("\n\n")]
     by_id = {block.get("Id", ""): block for block in blocks}
     return {replica: unit_facts(by_id.get(name, {})) for replica, name in zip(replicas, names)}
