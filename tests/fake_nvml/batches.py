@@ -90,6 +90,10 @@ def initialise(w: World, n: Any) -> None:
     w.fails("NotFound", n.nvmlInit)                             # a driver without a GPU
     n.nvmlInitWithFlags(1)
     w.equal(n.nvmlDeviceGetCount(), 0)
+    n.nvmlShutdown()
+    w.put("empty ok")
+    n.nvmlInit()
+    w.equal(n.nvmlDeviceGetCount(), 0)
 
 
 @batch(42)

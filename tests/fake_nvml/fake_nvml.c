@@ -140,6 +140,7 @@ typedef struct {
     rule_t rule[MAX_RULE];
     char procdir[512];
     int procdir_prune;
+    int empty_ok;                  /* nvmlInit succeeds without a GPU */
 } state_t;
 
 static pthread_mutex_t L = PTHREAD_MUTEX_INITIALIZER;
@@ -361,6 +362,7 @@ static int parse_file(state_t *st, const char *path, int depth) {
         else if (!strcmp(word, "nvml")) snprintf(st->nvml, sizeof st->nvml, "%.79s", a1);
         else if (!strcmp(word, "branch")) snprintf(st->branch, sizeof st->branch, "%.79s", a1);
         else if (!strcmp(word, "cuda")) st->cuda = atoi(a1);
+        else if (!strcmp(word, "empty")) st->empty_ok = !strcmp(a1, "ok");
         else if (!strcmp(word, "gpu")) {
             int from = atoi(a1), to = from;
             char *dash = strchr(a1, '-');
@@ -637,7 +639,7 @@ static ret_t do_init(const char *fn, u32 flags) {
         if (!rc && strcmp(fn, "nvmlInit")) {
             for (int i = 0; i < S.nrule; i++) if (!strcmp(S.rule[i].pat, "nvmlInit")) { rc = injected("nvmlInit", -1); break; }
         }
-        if (!rc && !S.ngpu && !(flags & 1)) rc = NOT_FOUND;
+        if (!rc && !S.ngpu && !S.empty_ok && !(flags & 1)) rc = NOT_FOUND;
         if (rc) goto out;
     }
     refs++;
