@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import http.client
+import importlib.util
 import json
 import os
 import pathlib
+import select
 import signal
 import socket
 import subprocess
@@ -116,11 +118,18 @@ class Sim:
 
     def end(self, number: int = signal.SIGTERM) -> int:
         """Send a signal and return the exit code."""
+        assert self.process.poll() is None, self.log
         self.process.send_signal(number)
         return self.exit_code()
 
     def exit_code(self) -> int:
-        return self.process.wait(DEADLINE)
+        # Popen.wait with a timeout polls at up to 50 ms; a pidfd tells at once.
+        descriptor = os.pidfd_open(self.pid)
+        try:
+            assert select.select([descriptor], [], [], DEADLINE)[0], f"it did not end:\n{self.log}"
+        finally:
+            os.close(descriptor)
+        return self.process.wait()
 
     def children(self) -> list[int]:
         return [int(pid) for pid in pathlib.Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
@@ -191,23 +200,44 @@ def devices(environ: dict[str, str], *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.fixture(scope="module")
+def sim_engine() -> Any:
+    """The program as a module, for what needs no process."""
+    spec = importlib.util.spec_from_file_location("sim_engine", SIM_ENGINE)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.mark.parametrize(
     ("visible", "expected"),
     [
-        (None, ["CUDA0: NVIDIA A (40960 MiB, 40960 MiB free)", "CUDA1: NVIDIA B (81920 MiB, 81920 MiB free)"]),
-        ("0,1", ["CUDA0: NVIDIA A (40960 MiB, 40960 MiB free)", "CUDA1: NVIDIA B (81920 MiB, 81920 MiB free)"]),
-        ("GPU-b", ["CUDA0: NVIDIA B (81920 MiB, 81920 MiB free)"]),
-        ("GPU-b1,GPU-a0", ["CUDA0: NVIDIA B (81920 MiB, 81920 MiB free)", "CUDA1: NVIDIA A (40960 MiB, 40960 MiB free)"]),
-        ("1,7,0", ["CUDA0: NVIDIA B (81920 MiB, 81920 MiB free)"]),  # what stands after an unknown one is not visible
-        ("GPU-nobody,0", ["(none)"]),
-        ("", ["(none)"]),
+        (None, ["GPU-a0", "GPU-b1"]),
+        ("0,1", ["GPU-a0", "GPU-b1"]),
+        ("GPU-b", ["GPU-b1"]),
+        (" GPU-b1 , GPU-a0", ["GPU-b1", "GPU-a0"]),
+        ("1,7,0", ["GPU-b1"]),  # what stands after an unknown one is not visible
+        ("GPU-nobody,0", []),
+        ("GPU-", []),  # names two
+        ("", []),
     ],
 )
-def test_devices_are_the_visible_ones_that_the_driver_knows(nvml: str, tmp_path: pathlib.Path, visible: str | None, expected: list[str]) -> None:
+def test_visible_gpus_are_those_that_cuda_would_show(sim_engine: Any, visible: str | None, expected: list[str]) -> None:
+    gpus = [sim_engine.Gpu(number, uuid, "NVIDIA", None, None) for number, uuid in enumerate(("GPU-a0", "GPU-b1"))]
+    items = sim_engine.visible_items({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+    assert [gpu.uuid for gpu in sim_engine.visible_gpus(items, gpus)] == expected
+
+
+def test_devices_are_listed_as_llama_cpp_does(nvml: str, tmp_path: pathlib.Path) -> None:
     state = tmp_path / "state"
-    state.write_text('driver 580.95.05\ngpu 0 name="NVIDIA A" uuid=GPU-a0 total=40960\ngpu 1 name="NVIDIA B" uuid=GPU-b1 total=81920\n')
-    environ = {"LD_LIBRARY_PATH": nvml, "FAKE_NVML_STATE": str(state), **({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})}
-    assert devices(environ).splitlines() == ["Available devices:", *(f"  {line}" for line in expected)]
+    state.write_text(
+        'driver 580.95.05\ngpu 0 name="NVIDIA A" uuid=GPU-a0 total=40960 memory=unsupported\n'
+        'gpu 1 name="NVIDIA B" uuid=GPU-b1 total=81920 used=20\ngpu 2 uuid=GPU-c2 lost=1\n'
+    )
+    listed = devices({"LD_LIBRARY_PATH": nvml, "FAKE_NVML_STATE": str(state)})
+    assert listed == "Available devices:\n  CUDA0: NVIDIA A\n  CUDA1: NVIDIA B (81920 MiB, 81900 MiB free)\n"
+    assert devices({"LD_LIBRARY_PATH": nvml, "FAKE_NVML_STATE": str(state), "CUDA_VISIBLE_DEVICES": "GPU-c2"}) == "Available devices:\n  (none)\n"
 
 
 def test_devices_without_a_driver_are_none(nvml: str, tmp_path: pathlib.Path) -> None:
@@ -236,27 +266,36 @@ def test_devices_without_a_driver_are_none(nvml: str, tmp_path: pathlib.Path) ->
         ),
     ],
 )
-def test_what_cannot_start_ends_at_once_with_one_line(arguments: list[str], line: str) -> None:
-    command = [PYTHON, str(SIM_ENGINE), *arguments]
-    done = subprocess.run(command, env={"CUDA_VISIBLE_DEVICES": "GPU-a"}, capture_output=True, text=True, check=False, timeout=DEADLINE)
-    assert done.returncode == 1
-    assert done.stderr.startswith(line)
-    assert len(done.stderr.splitlines()) == 1
+def test_what_cannot_start_ends_at_once_with_one_line(sim_engine: Any, capfd: pytest.CaptureFixture[str], arguments: list[str], line: str) -> None:
+    assert sim_engine.main(arguments, {"CUDA_VISIBLE_DEVICES": "GPU-a"}) == 1
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith(line)
+    assert len(err.splitlines()) == 1
 
 
-def test_unknown_and_abbreviated_options_are_usage_errors() -> None:
-    for option in ("--no-such-option", "--max-model=5"):
-        done = subprocess.run([PYTHON, str(SIM_ENGINE), "serve", ".", option], env={}, capture_output=True, text=True, check=False)
-        assert done.returncode == 2
-        assert option in done.stderr
+def test_a_model_that_is_not_there_ends_the_process_with_1() -> None:
+    command = [PYTHON, str(SIM_ENGINE), "serve", "/nowhere/model"]
+    done = subprocess.run(command, env={}, capture_output=True, text=True, check=False, timeout=DEADLINE)
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (1, "", 1)
 
 
-def test_help_documents_every_simulation_option() -> None:
-    done = subprocess.run([PYTHON, str(SIM_ENGINE), "serve", "--help"], env={}, capture_output=True, text=True, check=True)
+@pytest.mark.parametrize("option", ["--no-such-option", "--max-model=5"])
+def test_unknown_and_abbreviated_options_are_usage_errors(sim_engine: Any, capfd: pytest.CaptureFixture[str], option: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        sim_engine.main(["serve", ".", option], {})
+    assert ended.value.code == 2
+    assert option in capfd.readouterr().err
+
+
+def test_help_documents_every_simulation_option(sim_engine: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        sim_engine.main(["serve", "--help"], {})
+    shown = capfd.readouterr().out
     for option in ("load-seconds", "gpu-mib", "gpu-skip", "gpu-extra", "fail", "fail-rank", "exit-after", "exit-code", "hang"):
-        assert f"--sim-{option}" in done.stdout
+        assert f"--sim-{option}" in shown
     for option in ("listen-late", "no-gpu", "ignore-term", "ttft", "itl", "spawn-worker", "orphans", "process-directory"):
-        assert f"--sim-{option}" in done.stdout
+        assert f"--sim-{option}" in shown
 
 
 # ------------------------------------------------------------------------------------------------------------- loading
