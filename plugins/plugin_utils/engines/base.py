@@ -65,6 +65,10 @@ class Engine:
 
     name = ""
     needs_build = True
+    programs: tuple[str, ...] = ()      # of a build; the first is the one that serves, and that is asked for version and devices
+    optional_programs: tuple[str, ...] = ()
+    version_args: tuple[str, ...] = ("--version",)
+    devices_args: tuple[str, ...] = ()
     falls_back_to_cpu = False           # serves from the CPU, healthily, when its GPU backend does not load
     gpu_token = "uuid"                  # what CUDA_VISIBLE_DEVICES holds: uuid or index
     health_path = "/health"

@@ -45,6 +45,9 @@ def _spellings(table: dict[str, tuple[tuple[str, ...], str]]) -> dict[str, str]:
 
 class Adapter(Engine):
     name = "llamacpp"
+    programs = ("llama-server",)
+    optional_programs = ("ggml-rpc-server",)
+    devices_args = ("--list-devices",)
     falls_back_to_cpu = True
     heads_divide = False
     owned = {option: why for option, (_others, why) in _OWNED.items()}
