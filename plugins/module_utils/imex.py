@@ -61,7 +61,7 @@ def parse_domain(text: str) -> dict[str, Any]:
     status = answer.get("status") if isinstance(answer, dict) else None
     members = answer.get("nodes") if isinstance(answer, dict) else None
     if not isinstance(status, str) or not isinstance(members, dict):
-        raise ValueError("no status or no nodes in the answer")
+        raise ValueError("no status or no nodes in the answer")  # noqa: TRY004
     nodes = [_node(members[key]) for key in sorted(members, key=_number)]
     versions = sorted({node["version"] for node in nodes if node["version"]})
     ready = status.upper() == "UP" and bool(nodes) and len(versions) <= 1
@@ -119,7 +119,7 @@ def _node(value: Any) -> dict[str, Any]:
 
 
 def _number(key: str) -> tuple[int, str]:
-    return (int(key), "") if key.isdigit() else (1 << 31, key)
+    return (int(key), "") if key.isdecimal() else (1 << 31, key)
 
 
 def _find(root: str, name: str) -> str | None:

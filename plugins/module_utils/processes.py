@@ -268,7 +268,7 @@ def _parse_marker(environ: bytes) -> Shard | None:
     for entry in environ.split(b"\0"):
         if entry.startswith(MARKER):
             parts = entry[len(MARKER):].decode("utf-8", "replace").split("/", 2)
-            if len(parts) == 3 and parts[0] and parts[1].isdigit():
+            if len(parts) == 3 and parts[0] and parts[1].isdecimal():
                 return Shard(parts[0], int(parts[1]), parts[2])
     return None
 

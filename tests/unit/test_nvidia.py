@@ -139,6 +139,68 @@ def parsed_handles(handles: dict[int, Any]) -> tuple[str, list[str]]:
     return lines, addresses
 
 
+# What needs no bus and one line of state: all of it is read in one process.
+HEALTH = [
+    ("gpu 0", "ok", ""),
+    ("gpu 0 ecc=1 rows_corrected=3 rows_uncorrected=1", "ok", ""),
+    ("gpu 0 rows_pending=1", "warning", "waits for remapping"),
+    ("gpu 0 rows_failure=1", "unhealthy", "replacement"),
+    ("gpu 0 rows_failure=1 ecc=1 ecc_uncorrected=4", "unhealthy", "4 uncorrected"),
+    ("gpu 0 ecc=1 ecc_uncorrected=4", "warning", "4 uncorrected"),
+    ("gpu 0 ecc=0 ecc_pending=1", "warning", "ECC will be on"),
+    ("gpu 0 ecc=unsupported rows=unsupported recovery=unsupported", "ok", ""),
+    ("gpu 0 rows=unsupported retired_sbe=2 retired_dbe=1", "ok", ""),
+    ("gpu 0 retired_sbe=2 retired_dbe=1 retired_pending=1", "warning", "retirement"),
+    ("gpu 0 recovery=gpu_reset", "unhealthy", "gpu_reset"),
+    ("gpu 0 recovery=node_reboot", "unhealthy", "node_reboot"),
+    ("gpu 0 recovery=drain_and_reset", "warning", "drain_and_reset"),
+    ("gpu 0 recovery=99", "unhealthy", "action_99"),
+    ("gpu 0 fabric=in_progress", "warning", "in_progress"),
+    ("gpu 0 fabric=completed fabric_status=UNKNOWN", "warning", "failed"),
+    ("gpu 0\nerror nvmlDeviceGetComputeMode RESET_REQUIRED", "unhealthy", "reset"),
+    ("gpu 0\nerror nvmlDeviceGetRemappedRows UNKNOWN", "warning", "nvmlDeviceGetRemappedRows failed: Unknown Error"),
+    ("gpu 0\nerror nvmlDeviceGetName GPU_IS_LOST", "lost", "Xid 79"),
+    ("gpu 0\nerror nvmlDeviceGetHandleBy* RESET_REQUIRED", "unhealthy", "requires restart"),
+]
+DOMAINS = [
+    ("fabric=unsupported", None),
+    ("fabric=not_supported", None),
+    ("fabric=completed cluster=1 clique=4", {"id": None, "clique": None}),
+    ("fabric=completed cluster=00000000-0000-0000-0000-000000000010 clique=0", {"id": "00000000-0000-0000-0000-000000000010", "clique": 0}),
+    ("fabric=completed cluster=11111111-2222-4333-8444-555555555555 clique=32766 health_summary=2", {"clique": 32766, "health": "unhealthy"}),
+    ("fabric=completed cluster=11111111-2222-4333-8444-555555555555 fabric_status=UNKNOWN", {"id": None, "state": "failed"}),
+    ("fabric=not_started", {"id": None, "state": "not_started"}),
+]
+UNATTRIBUTED = [
+    ("gpu 0 used=300\n", 300), ("gpu 0 used=300\nproc gpu=0 pid=5 mib=100\n", 300), ("gpu 0 used=300\nproc gpu=0 pid=5 mib=NA\n", None),
+    ("gpu 0\nproc gpu=0 pid=5 mib=70\n", 0), ("gpu 0\nproc gpu=0 pid=5 mib=70\nerror nvmlDeviceGetMPS* UNKNOWN\n", None),
+    ("gpu 0 used=9\nerror nvmlDeviceGetMPS* NOT_SUPPORTED\n", 9), ("gpu 0 used=9\nerror nvmlDeviceGetCompute*Processes* UNKNOWN\n", None),
+]
+UUIDS = [
+    ("GPU-" + "a" * 80, "GPU-" + "a" * 80), ("gpu-UPPER", "gpu-UPPER"), ('"GPU-\x1b[31m x"', "GPU- [31m x"), ('" "', None), ('"GPU-\xff\xfe"', None),
+]
+MEMORIES = [
+    ("cc=9.0 total=81559 reserved=551 used=100", "discrete", 81559, 100),
+    ("cc=9.0 total=97871 gpu_numa=1 used=7", "coherent", 97871, 7),             # GH200
+    ("cc=10.0 total=189471 gpu_numa=2", "coherent", 189471, 0),                 # GB200
+    ("cc=12.1 total=8128", "unified", 2048, None),                               # N1X: the carve-out
+    ("cc=12.1 total=0", "unified", 2048, None),
+    ("cc=8.6 total=0", "unified", 2048, None),
+    ("cc=9.9 memory=unsupported", "unified", 2048, None),
+    ("cc=8.7 memory=unsupported", "unified", 2048, None),                        # Jetson Orin,
+]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, library: pathlib.Path) -> dict[str, dict[str, Any]]:
+    """`{state: result}` for the states of the tables above, on a host with 2 GiB and no PCI bus."""
+    machine = Machine(tmp_path_factory.mktemp("alone"), library)
+    machine.meminfo(2 << 20)
+    states = [f"{row[0]}\n" for row in HEALTH] + [f"gpu 0 {row[0]}\n" for row in (*DOMAINS, *MEMORIES)]
+    states += [row[0] for row in UNATTRIBUTED] + [f"gpu 0 uuid={row[0]}\n" for row in UUIDS]
+    return dict(zip(states, machine.ask(*states)))
+
+
 # ---------------------------------------------------------------- fixtures from the field
 
 
@@ -388,12 +450,9 @@ class TestIdentity:
             (0, "GPU-0", "ok"), (1, "GPU-1", "ok"), (2, None, "lost"), (3, "GPU-3", "ok")]
         assert "index 2 (GPU is lost)" in seen["drivers_nvidia"]["message"]
 
-    @pytest.mark.parametrize(
-        ("uuid", "shown"),
-        [("GPU-" + "a" * 80, "GPU-" + "a" * 80), ("gpu-UPPER", "gpu-UPPER"), ('"GPU-\x1b[31m x"', "GPU- [31m x"), ('" "', None), ('"GPU-\xff\xfe"', None)],
-    )
-    def test_odd_uuids(self, machine: Machine, uuid: str, shown: str | None) -> None:
-        gpu = machine.read(f"gpu 0 uuid={uuid}\n")["gpus"][0]
+    @pytest.mark.parametrize(("uuid", "shown"), UUIDS)
+    def test_odd_uuids(self, alone: dict[str, Any], uuid: str, shown: str | None) -> None:
+        gpu = alone[f"gpu 0 uuid={uuid}\n"]["read"]["gpus"][0]
         assert gpu["uuid"] == shown
         assert gpu["health"]["state"] == ("ok" if shown else "unknown") and bool(gpu["health"]["reasons"]) == (shown is None)
 
@@ -436,22 +495,9 @@ class TestIdentity:
 
 
 class TestMemory:
-    @pytest.mark.parametrize(
-        ("line", "model", "total", "used"),
-        [
-            ("cc=9.0 total=81559 reserved=551 used=100", "discrete", 81559, 100),
-            ("cc=9.0 total=97871 gpu_numa=1 used=7", "coherent", 97871, 7),             # GH200
-            ("cc=10.0 total=189471 gpu_numa=2", "coherent", 189471, 0),                 # GB200
-            ("cc=12.1 total=8128", "unified", 2048, None),                               # N1X: the carve-out
-            ("cc=12.1 total=0", "unified", 2048, None),
-            ("cc=8.6 total=0", "unified", 2048, None),
-            ("cc=9.9 memory=unsupported", "unified", 2048, None),
-            ("cc=8.7 memory=unsupported", "unified", 2048, None),                        # Jetson Orin
-        ],
-    )
-    def test_models(self, machine: Machine, line: str, model: str, total: int, used: int | None) -> None:
-        machine.meminfo(2 << 20)
-        both = machine.ask(f"gpu 0 {line}\n")[0]
+    @pytest.mark.parametrize(("line", "model", "total", "used"), MEMORIES)
+    def test_models(self, alone: dict[str, Any], line: str, model: str, total: int, used: int | None) -> None:
+        both = alone[f"gpu 0 {line}\n"]
         memory = both["read"]["gpus"][0]["memory"]
         assert (memory["model"], memory["total_mib"], memory["used_mib"]) == (model, total, used)
         assert both["processes"]["gpus"][0]["memory"] == memory
@@ -463,14 +509,9 @@ class TestMemory:
         gpu = machine.read("gpu 0\nerror nvmlDeviceGetMemoryInfo* UNKNOWN\n")["gpus"][0]
         assert gpu["memory"] == {"model": None, "total_mib": None, "used_mib": None, "reserved_mib": None, "unattributed_mib": None}
 
-    @pytest.mark.parametrize(
-        ("lines", "unattributed"),
-        [("gpu 0 used=300\n", 300), ("gpu 0 used=300\nproc gpu=0 pid=5 mib=100\n", 300), ("gpu 0 used=300\nproc gpu=0 pid=5 mib=NA\n", None),
-         ("gpu 0\nproc gpu=0 pid=5 mib=70\n", 0), ("gpu 0\nproc gpu=0 pid=5 mib=70\nerror nvmlDeviceGetMPS* UNKNOWN\n", None),
-         ("gpu 0 used=9\nerror nvmlDeviceGetMPS* NOT_SUPPORTED\n", 9), ("gpu 0 used=9\nerror nvmlDeviceGetCompute*Processes* UNKNOWN\n", None)],
-    )
-    def test_unattributed(self, machine: Machine, lines: str, unattributed: int | None) -> None:
-        assert machine.read(lines)["gpus"][0]["memory"]["unattributed_mib"] == unattributed
+    @pytest.mark.parametrize(("lines", "unattributed"), UNATTRIBUTED)
+    def test_unattributed(self, alone: dict[str, Any], lines: str, unattributed: int | None) -> None:
+        assert alone[lines]["read"]["gpus"][0]["memory"]["unattributed_mib"] == unattributed
 
 
 class TestProcesses:
@@ -532,51 +573,16 @@ def test_mig_instances_are_entries_of_their_own(machine: Machine) -> None:
 # ---------------------------------------------------------------- health, fabric, topology
 
 
-@pytest.mark.parametrize(
-    ("line", "state", "words"),
-    [
-        ("gpu 0", "ok", ""),
-        ("gpu 0 ecc=1 rows_corrected=3 rows_uncorrected=1", "ok", ""),
-        ("gpu 0 rows_pending=1", "warning", "waits for remapping"),
-        ("gpu 0 rows_failure=1", "unhealthy", "replacement"),
-        ("gpu 0 rows_failure=1 ecc=1 ecc_uncorrected=4", "unhealthy", "4 uncorrected"),
-        ("gpu 0 ecc=1 ecc_uncorrected=4", "warning", "4 uncorrected"),
-        ("gpu 0 ecc=0 ecc_pending=1", "warning", "ECC will be on"),
-        ("gpu 0 ecc=unsupported rows=unsupported recovery=unsupported", "ok", ""),
-        ("gpu 0 rows=unsupported retired_sbe=2 retired_dbe=1", "ok", ""),
-        ("gpu 0 retired_sbe=2 retired_dbe=1 retired_pending=1", "warning", "retirement"),
-        ("gpu 0 recovery=gpu_reset", "unhealthy", "gpu_reset"),
-        ("gpu 0 recovery=node_reboot", "unhealthy", "node_reboot"),
-        ("gpu 0 recovery=drain_and_reset", "warning", "drain_and_reset"),
-        ("gpu 0 recovery=99", "unhealthy", "action_99"),
-        ("gpu 0 fabric=in_progress", "warning", "in_progress"),
-        ("gpu 0 fabric=completed fabric_status=UNKNOWN", "warning", "failed"),
-        ("gpu 0\nerror nvmlDeviceGetComputeMode RESET_REQUIRED", "unhealthy", "reset"),
-        ("gpu 0\nerror nvmlDeviceGetRemappedRows UNKNOWN", "warning", "nvmlDeviceGetRemappedRows failed: Unknown Error"),
-        ("gpu 0\nerror nvmlDeviceGetName GPU_IS_LOST", "lost", "Xid 79"),
-        ("gpu 0\nerror nvmlDeviceGetHandleBy* RESET_REQUIRED", "unhealthy", "requires restart"),
-    ],
-)
-def test_health(machine: Machine, line: str, state: str, words: str) -> None:
-    health = machine.read(line + "\n")["gpus"][0]["health"]
+@pytest.mark.parametrize(("line", "state", "words"), HEALTH)
+def test_health(alone: dict[str, Any], line: str, state: str, words: str) -> None:
+    health = alone[line + "\n"]["read"]["gpus"][0]["health"]
     assert health["state"] == state and words in " ".join(health["reasons"])
     assert (state == "ok") == (health["reasons"] == [])
 
 
-@pytest.mark.parametrize(
-    ("line", "domain"),
-    [
-        ("fabric=unsupported", None),
-        ("fabric=not_supported", None),
-        ("fabric=completed cluster=1 clique=4", {"id": None, "clique": None}),
-        ("fabric=completed cluster=00000000-0000-0000-0000-000000000010 clique=0", {"id": "00000000-0000-0000-0000-000000000010", "clique": 0}),
-        ("fabric=completed cluster=11111111-2222-4333-8444-555555555555 clique=32766 health_summary=2", {"clique": 32766, "health": "unhealthy"}),
-        ("fabric=completed cluster=11111111-2222-4333-8444-555555555555 fabric_status=UNKNOWN", {"id": None, "state": "failed"}),
-        ("fabric=not_started", {"id": None, "state": "not_started"}),
-    ],
-)
-def test_interconnect_domain(machine: Machine, line: str, domain: dict[str, Any] | None) -> None:
-    seen = machine.read(f"gpu 0 {line}\n")["gpus"][0]["interconnect_domain"]
+@pytest.mark.parametrize(("line", "domain"), DOMAINS)
+def test_interconnect_domain(alone: dict[str, Any], line: str, domain: dict[str, Any] | None) -> None:
+    seen = alone[f"gpu 0 {line}\n"]["read"]["gpus"][0]["interconnect_domain"]
     assert seen is None if domain is None else {key: seen[key] for key in domain} == domain
 
 

@@ -201,7 +201,7 @@ class TestTrees:
         entry(tmp_path, 12, session=10)
         assert processes.shard_pids("glm", 0, str(tmp_path)) == [11, 12]
 
-    @pytest.mark.parametrize("marker", ["glm", "glm/0", "/0/r", "glm/x/r", "glm//r", ""])
+    @pytest.mark.parametrize("marker", ["glm", "glm/0", "/0/r", "glm/x/r", "glm//r", "glm/\u00b2/r", ""])
     def test_a_malformed_marker_is_none(self, tmp_path: pathlib.Path, marker: str) -> None:
         entry(tmp_path, 10, environ=marker)
         assert processes.shard_of(10, str(tmp_path)) is None
