@@ -35,10 +35,7 @@ ZERO_GID = ":".join(["0000"] * 8)
 PORT = {
     "state": "4: ACTIVE", "phys_state": "5: LinkUp", "link_layer": "Ethernet", "rate": "400 Gb/sec (4X NDR)", "lid": "0x0", "sm_lid": "0x0",
 }
-LIMITS = """Limit                     Soft Limit           Hard Limit           Units     
-Max open files            %-20s %-20s files     
-Max locked memory         %-20s %-20s bytes     
-"""
+LIMITS = "%-26s%-21s%-21s%-10s\n" * 3
 
 
 class HardwareTree:
@@ -171,7 +168,8 @@ class HardwareTree:
 
     def process_limits(self, memlock: int | str, nofile: int | str = 1048576, pid: str = "self") -> None:
         """/proc/PID/limits with these soft and hard limits."""
-        write(self.proc / pid / "limits", LIMITS % (nofile, nofile, memlock, memlock))
+        rows = ("Limit", "Soft Limit", "Hard Limit", "Units", "Max open files", nofile, nofile, "files", "Max locked memory", memlock, memlock, "bytes")
+        write(self.proc / pid / "limits", LIMITS % rows)
 
     def meminfo(self, **kib: int) -> None:
         """/proc/meminfo with these rows in KiB."""

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -32,12 +33,14 @@ SCHEMA = 1
 def read(options: Mapping[str, Any], run_command: RunCommand) -> Facts:
     """`ansible_facts.inference_node` (docs/architecture.md). `options` are those of the module node_facts."""
     proc, sysfs, dev = options["proc_root"], options["sysfs_root"], options["dev_root"]
+    run = without_failing(run_command)
     machine = host.read(proc)
     wires = network.read(sysfs, options["network_state"])
     gpus = nvidia.read(proc, sysfs)
     ports_of_hcas = hcas.read(sysfs, dev, wires["interfaces"])
     allowed = limits.read(proc, sysfs, dev, options["replica_root"], machine["service_manager"])
-    allowed["imex"] = imex.read(proc, dev, run_command)
+    # IMEX is asked for below the directory that holds dev: / on a real host.
+    allowed["imex"] = imex.read(run, os.path.dirname(os.path.abspath(dev)), proc)
     taken, unprobed = ports.read(proc, options["probe_ports"], allowed["ephemeral_ports"])
     machine["errors"].update(wires["errors"])
     machine["errors"].update(unprobed)
@@ -48,7 +51,7 @@ def read(options: Mapping[str, Any], run_command: RunCommand) -> Facts:
         "interfaces": wires["interfaces"], "routes": wires["routes"], "default_route": wires["default_route"],
         "hostname_resolves_to": wires["hostname_resolves_to"], "limits": allowed, "drivers": {"nvidia": gpus["drivers_nvidia"]},
         "engines": engine_builds.read(options["replica_root"]), "models": describe_models(options), "ports_in_use": taken,
-        "shards": shard_records.read(options["replica_root"], proc, run_command), "cordoned": shard_records.cordoned(options["replica_root"]),
+        "shards": shard_records.read(options["replica_root"], proc, run), "cordoned": shard_records.cordoned(options["replica_root"]),
     }
 
 
@@ -57,3 +60,15 @@ def describe_models(options: Mapping[str, Any]) -> dict[str, Facts]:
     hashed = set(options["checksum_paths"])
     paths = sorted(hashed.union(options["model_paths"]), key=small_files.natural_key)
     return {path: models.describe(path, options["service_user"], path in hashed) for path in paths}
+
+
+def without_failing(run_command: RunCommand) -> RunCommand:
+    """AnsibleModule.run_command in the C locale, answering 127 for a program that is not there instead of ending the module."""
+
+    def run(arguments: list[str], **options: Any) -> tuple[int, str, str]:
+        try:
+            return run_command(arguments, **dict({"environ_update": {"LC_ALL": "C"}, "handle_exceptions": False}, **options))
+        except (OSError, ValueError) as error:
+            return 127, "", str(error)
+
+    return run

@@ -180,7 +180,8 @@ def systemd_units(replicas: list[str], run_command: RunCommand) -> dict[str, Fac
     names = ["inference-%s.service" % replica for replica in replicas]
     status, out, err = run_command(["systemctl", "show", "--property=Id,ActiveState,UnitFileState,NRestarts", "--"] + names)
     if status != 0:
-        return {replica: {"active_state": None, "enabled": None, "restarts": None, "problem": small_files.clean(err) or "status %d" % status} for replica in replicas}
+        return {replica: {"active_state": None, "enabled": None, "restarts": None,
+                          "problem": small_files.clean(err) or "status %d" % status} for replica in replicas}
     blocks = [parse_properties(block) for block in out.strip().split("\n\n")]
     by_id = {block.get("Id", ""): block for block in blocks}
     return {replica: unit_facts(by_id.get(name, {})) for replica, name in zip(replicas, names)}

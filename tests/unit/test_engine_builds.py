@@ -54,7 +54,8 @@ def test_programs_that_cannot_run(tmp_path):
         register(tmp_path, "llamacpp-%s.json" % name, {"path": program})
     problems = {build["name"]: build["problems"] for build in engine_builds.read(str(tmp_path))["llamacpp"]}
     assert set(problems) == set(programs)
-    words = {"gone": "is gone", "plain": "cannot be executed", "folder": "cannot be executed", "relative": "no absolute path", "none": "names no path", "odd": "names no path"}
+    words = {"gone": "is gone", "plain": "cannot be executed", "folder": "cannot be executed", "relative": "no absolute path", "none": "names no path",
+             "odd": "names no path"}
     for name, word in words.items():
         assert len(problems[name]) == 1 and word in problems[name][0]
     os.chmod(plain, 0o755)

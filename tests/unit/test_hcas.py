@@ -250,7 +250,8 @@ def test_ring_of_three_has_no_common_fabric(tmp_path):
             cidr = host["addr"][netdev]
             value = int(ipaddress.ip_interface(cidr).ip)
             tree.pci(bdf, driver="mlx5_core")
-            tree.hca(device, pci=bdf, netdevs=[netdev], gids=[[3, "0000:0000:0000:0000:0000:ffff:%04x:%04x" % (value >> 16, value & 0xFFFF), "RoCE v2", netdev]])
+            tree.hca(device, pci=bdf, netdevs=[netdev], gids=[[3, "0000:0000:0000:0000:0000:ffff:%04x:%04x" % (value >> 16, value & 0xFFFF), "RoCE v2",
+                                                               netdev]])
             tree.interface(netdev, [cidr], pci=bdf)
         tree.interface("enP7s7", list(host["mgmt"].values()))
         ports = read(tree)
@@ -383,7 +384,8 @@ def test_global_ipv6(tmp_path):
 
 
 def test_only_link_local_or_only_v1_is_not_usable(tmp_path):
-    gids = [[0, LINK_LOCAL, "RoCE v2", "ens1np0"], [1, "0000:0000:0000:0000:0000:ffff:a9fe:0a01", "RoCE v2", "ens1np0"], [2, V4_10_11_0_72, "IB/RoCE v1", "ens1np0"]]
+    gids = [[0, LINK_LOCAL, "RoCE v2", "ens1np0"], [1, "0000:0000:0000:0000:0000:ffff:a9fe:0a01", "RoCE v2", "ens1np0"], [2, V4_10_11_0_72, "IB/RoCE v1",
+            "ens1np0"]]
     port = read(roce_tree(tmp_path, gids=gids))["mlx5_0"]
     assert port["fabrics"] == [] and "no RoCE v2 GID" in port["reasons"][0]
 
@@ -415,7 +417,8 @@ def test_missing_file_is_a_reason_not_a_guess(tmp_path, missing):
 
 # ---- damage
 
-CONTENT = st.one_of(st.binary(max_size=80), st.sampled_from([b"", b"\x00" * 40, b"4:", b": ACTIVE", b"\xff\xfe", b"9" * 70, b"0x", b"-1\n", b"4: \x1b[31mACTIVE\n"]))
+CONTENT = st.one_of(st.binary(max_size=80), st.sampled_from([b"", b"\x00" * 40, b"4:", b": ACTIVE", b"\xff\xfe", b"9" * 70, b"0x", b"-1\n",
+                                                             b"4: \x1b[31mACTIVE\n"]))
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

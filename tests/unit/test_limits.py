@@ -127,7 +127,8 @@ OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Rele
 CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.230.02"
 
 
-@pytest.mark.parametrize(("driver", "kernel", "dmabuf"), [(OPEN, "6.8.0-45-generic", True), (OPEN, "5.4.0", False), (CLOSED, "6.8.0", False), (None, "6.8.0", None), (OPEN, "", None)])
+@pytest.mark.parametrize(("driver", "kernel", "dmabuf"), [(OPEN, "6.8.0-45-generic", True), (OPEN, "5.4.0", False), (CLOSED, "6.8.0", False), (None, "6.8.0",
+        None), (OPEN, "", None)])
 def test_dmabuf(tmp_path, driver, kernel, dmabuf):
     tree = hardware_trees.HardwareTree(tmp_path)
     if driver:

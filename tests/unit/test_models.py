@@ -39,7 +39,8 @@ def model(folder: pathlib.Path, files: dict[str, int], config: dict | None = Non
 # ---- sizes and configuration
 
 def test_hugging_face_directory(tmp_path):
-    path = model(tmp_path / "glm", {"model-00001-of-00002.safetensors": 700, "model-00002-of-00002.safetensors": 300, "tokenizer.json": 50, ".git/x": 9, "original/w.pth": 99}, CONFIG)
+    path = model(tmp_path / "glm", {"model-00001-of-00002.safetensors": 700, "model-00002-of-00002.safetensors": 300, "tokenizer.json": 50, ".git/x": 9,
+                                    "original/w.pth": 99}, CONFIG)
     found = models.describe(path)
     size = os.path.getsize(tmp_path / "glm" / "config.json")
     assert found == {
@@ -87,7 +88,8 @@ def test_model_cache_with_links_to_blobs(tmp_path):
 
 def test_multimodal_config_and_quantization(tmp_path):
     config = {"architectures": ["X"], "text_config": {"num_attention_heads": 16, "dtype": "float16"},
-              "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "modules_to_not_convert": ["a"] * 500, "config_groups": {"a": {}}}}
+              "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "modules_to_not_convert": ["a"] * 500,
+                                      "config_groups": {"a": {}}}}
     found = models.describe(model(tmp_path / "m", {"model.safetensors": 1}, config))["config"]
     assert found == {"architectures": ["X"], "num_attention_heads": 16, "dtype": "float16",
                      "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}}
@@ -238,7 +240,8 @@ def test_gguf_in_parts(tmp_path):
 @pytest.mark.parametrize("content", [
     b"", b"GGUF", b"PK\x03\x04" + bytes(40), gguf([ARCHITECTURE], version=1), gguf([ARCHITECTURE], version=0x03000000), gguf([], count=2 ** 63),
     gguf([ARCHITECTURE], count=50), gguf([struct.pack("<Q", 2 ** 62) + b"x"]), gguf([entry("general.architecture", 8, struct.pack("<Q", 2 ** 40))]),
-    gguf([entry("a", 9, struct.pack("<IQ", 8, 2 ** 50))]), gguf([entry("a", 9, struct.pack("<IQ", 8, 2 ** 24))]), gguf([entry("a", 9, struct.pack("<IQ", 9, 1))]),
+    gguf([entry("a", 9, struct.pack("<IQ", 8, 2 ** 50))]), gguf([entry("a", 9, struct.pack("<IQ", 8, 2 ** 24))]), gguf([entry("a", 9, struct.pack("<IQ", 9,
+            1))]),
     gguf([number("qwen2.block_count", 2)]), gguf([entry("a", 99, b"")]), gguf([entry("a", 9, struct.pack("<IQ", 10, 2 ** 61))]),
 ])
 def test_hostile_gguf_headers_are_refused_quickly(tmp_path, content):

@@ -198,7 +198,8 @@ def test_addresses_that_are_not_usable_are_left_out():
 
 def test_default_route_has_the_lowest_metric_and_prefers_ipv4():
     routes = network.from_ip_json({"routes": [
-        {"dst": "default", "gateway": "fe80::1", "dev": "eth9", "metric": 1, "pref": "medium"}, {"dst": "default", "gateway": "10.0.0.1", "dev": "eth0", "metric": 100},
+        {"dst": "default", "gateway": "fe80::1", "dev": "eth9", "metric": 1, "pref": "medium"}, {"dst": "default", "gateway": "10.0.0.1", "dev": "eth0",
+                "metric": 100},
         {"dst": "default", "gateway": "10.1.0.1", "dev": "eth1", "metric": 50}]})[2]
     assert network.default_route(routes) == {"interface": "eth1", "gateway": "10.1.0.1"}
     assert network.default_route(routes[:1]) == {"interface": "eth9", "gateway": "fe80::1"}
@@ -209,9 +210,11 @@ def test_routes_of_every_form():
     routes = network.from_ip_json({"routes": [
         {"dst": "10.1.0.0/16", "dev": "eth0"}, {"dst": "10.2.0.7", "dev": "eth0", "via": {"family": "inet6", "host": "fe80::1"}},
         {"type": "unreachable", "dst": "10.3.0.0/16", "dev": "lo"}, {"dst": "default", "dev": "tun0", "pref": "medium"},
-        {"dst": "10.4.0.0/16", "nexthops": [{"gateway": "10.0.0.1", "dev": "eth0"}, {"gateway": "10.0.0.2", "dev": "eth1"}]}, {"dst": "nonsense", "dev": "eth0"}]})[2]
+        {"dst": "10.4.0.0/16", "nexthops": [{"gateway": "10.0.0.1", "dev": "eth0"}, {"gateway": "10.0.0.2", "dev": "eth1"}]}, {"dst": "nonsense",
+                "dev": "eth0"}]})[2]
     assert [(route["destination"], route["gateway"], route["interface"]) for route in routes] == [
-        ("10.1.0.0/16", None, "eth0"), ("10.2.0.7/32", "fe80::1", "eth0"), ("::/0", None, "tun0"), ("10.4.0.0/16", "10.0.0.1", "eth0"), ("10.4.0.0/16", "10.0.0.2", "eth1")]
+        ("10.1.0.0/16", None, "eth0"), ("10.2.0.7/32", "fe80::1", "eth0"), ("::/0", None, "tun0"), ("10.4.0.0/16", "10.0.0.1", "eth0"), ("10.4.0.0/16",
+                "10.0.0.2", "eth1")]
 
 
 def test_too_many_routes_are_counted(tmp_path):
@@ -247,7 +250,8 @@ def test_resolving_a_name_that_is_unknown():
 
 # ---- damage
 
-JSON = st.recursive(st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=20), st.sampled_from(["default", "10.0.0.0/8", "eth0", "vlan"])),
+JSON = st.recursive(st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=20), st.sampled_from(["default", "10.0.0.0/8", "eth0",
+        "vlan"])),
                     lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(st.sampled_from([
                         "links", "addresses", "routes", "ifname", "flags", "mtu", "link_type", "linkinfo", "info_kind", "info_data", "id", "addr_info", "local", "prefixlen",
                         "dst", "dev", "gateway", "via", "nexthops", "metric", "type", "host", "master"]), inner, max_size=6)), max_leaves=30)

@@ -110,6 +110,7 @@ def test_devices_without_a_place_are_unknown(tmp_path):
     tree.pci("0000:18:00.0", numa_node=0)
     tree.hca("rxe0", parent="eth0")
     tree.hca("mlx5_0", pci="0000:18:00.0")
-    gpus = [{"uuid": "GPU-a", "pci_bdf": "0000:99:00.0", "numa_node": 0}, {"uuid": "GPU-b", "pci_bdf": None, "numa_node": None}, {"uuid": None, "pci_bdf": None}]
+    gpus = [{"uuid": "GPU-a", "pci_bdf": "0000:99:00.0", "numa_node": 0}, {"uuid": "GPU-b", "pci_bdf": None, "numa_node": None},
+            {"uuid": None, "pci_bdf": None}]
     table = topology.gpu_hca(gpus, hcas.read(str(tree.sysfs), str(tree.dev), []), str(tree.sysfs))
     assert table == {"GPU-a": {"mlx5_0": None, "rxe0": None}, "GPU-b": {"mlx5_0": None, "rxe0": None}}
