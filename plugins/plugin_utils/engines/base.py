@@ -75,7 +75,7 @@ class Engine:
     models_path = "/v1/models"
     metrics_path: str | None = "/metrics"
     probe_path = "/v1/chat/completions"
-    key_protects: str | None = "/v1/models"
+    key_protects: str | None = "/v1/chat/completions"   # asked without the key, it must answer 401
     program_files: tuple[str, ...] = ()  # files of roles/replica/files that go into the revision
     heads_divide = True                 # attention heads must divide by TP
     quantizations: t.Mapping[str, int] = {}

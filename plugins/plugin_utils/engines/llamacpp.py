@@ -89,7 +89,7 @@ class Adapter(Engine):
         for adapter in profile.adapters:
             args += ["--lora", adapter.path]
         return Launch(
-            name="engine", path=self._program(shard, "llama-server"), args=tuple(args), secret_env={"LLAMA_API_KEY": "api_key"} if shard.has_key else {},
+            name="llama-server", path=self._program(shard, "llama-server"), args=tuple(args), secret_env={"LLAMA_API_KEY": "api_key"} if shard.has_key else {},
             wait_for_ranks=tuple((peer.rank, peer.address, shard.leader_port) for peer in shard.peers),
         )
 
@@ -98,7 +98,7 @@ class Adapter(Engine):
         args += ["--device", ",".join(self._local_devices(shard)) or "CPU"]
         if shard.profile.threads:
             args += ["--threads", str(shard.profile.threads)]
-        return Launch(name="rpc-server", path=self._program(shard, "ggml-rpc-server"), args=tuple(args))
+        return Launch(name="ggml-rpc-server", path=self._program(shard, "ggml-rpc-server"), args=tuple(args))
 
     def _devices(self, shard: Shard) -> list[str]:
         """RPC devices come first in llama.cpp's own list; a CPU rank offers one, a GPU rank one for each GPU."""

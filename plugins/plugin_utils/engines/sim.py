@@ -57,7 +57,7 @@ class Adapter(Engine):
             args += ["--nnodes", str(profile.nodes), "--node-rank", str(shard.rank), "--master-addr", shard.leader_address, "--master-port", str(shard.leader_port)]
             args += [] if shard.is_leader else ["--headless"]
         return [Launch(
-            name="engine", path=shard.python, args=tuple(args),
+            name="sim-engine", path=shard.python, args=tuple(args),
             env={"VLLM_HOST_IP": (shard.address, "the rank's own address: other ranks connect to it")},
             secret_env={"VLLM_API_KEY": "api_key"} if shard.has_key and shard.is_leader else {},
             wait_for_leader_port=None if shard.is_leader else shard.leader_port,

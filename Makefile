@@ -1,0 +1,54 @@
+# Copyright (c) 2026 The rankzero.inference authors
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+# Everything is installed into .venv in this checkout; nothing needs root but the lab.
+
+PYTHON ?= python3
+ENGINE ?= llamacpp
+VENV := .venv
+BIN := $(VENV)/bin
+export PYTHONDONTWRITEBYTECODE := 1
+
+.PHONY: help demo demo-clean test lint lab-test bench build clean
+
+help:
+	@echo "make demo              a real two-rank llama.cpp replica on this machine's CPU (ENGINE=sim: four simulated GPU ranks)"
+	@echo "make demo-clean        remove it"
+	@echo "make test              unit, module, contract and end-to-end tests on this machine (no root, under 2 minutes)"
+	@echo "make lint              ruff and mypy"
+	@echo "make lab-test          tests on several real hosts (root, Debian packages)"
+	@echo "make build             the collection as a tarball"
+
+$(VENV)/.demo: requirements/demo.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "python3 -m venv failed: on Debian and Ubuntu, apt install python3-venv"; exit 1; }
+	@echo "Installing ansible-core and supervisor into $(VENV) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/demo.txt
+	@touch $@
+
+$(VENV)/.test: requirements/test.txt $(VENV)/.demo
+	@echo "Installing the test tools into $(VENV) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/test.txt
+	@touch $@
+
+demo: $(VENV)/.demo
+	@$(BIN)/python demo/demo.py deploy --engine $(ENGINE)
+
+demo-clean: $(VENV)/.demo
+	@$(BIN)/python demo/demo.py clean
+
+test: $(VENV)/.test
+	@$(BIN)/python -m pytest -q tests/unit tests/fake_nvml tests/module tests/contract tests/e2e -n 3
+
+lint: $(VENV)/.test
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+
+lab-test: $(VENV)/.test
+	@$(BIN)/python -m pytest -q tests/lab -m lab
+
+build: $(VENV)/.demo
+	@$(BIN)/ansible-galaxy collection build --force
+
+clean:
+	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis tests/fake_nvml/build
