@@ -95,7 +95,7 @@ class Progress:
     """One line for each change of stage and, when nothing changes, about every 30 seconds."""
 
     def __init__(self, replica: str, rank: int, host: str, hosts: list[str], silent: bool) -> None:
-        width = max(len(name) for name in [*hosts, host]) + len("rank 00 ():")
+        width = max(len(name) for name in [*hosts, host]) + len(f"rank {len(hosts) - 1} ():")
         self._head = f"[{replica}] " + f"rank {rank} ({host}):".ljust(width)
         self._silent = silent
         self._started = self._shown = time.monotonic()
@@ -166,7 +166,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         progress = Progress(options["replica"], options["rank"], host, hosts, bool(self._task.no_log))
         started = time.time()
         budget = options["deadline"] - started if options["deadline"] is not None else options["timeout"]
-        known: dict[str, Any] = {"since_stage": None, "run_id": None}
+        known: dict[str, Any] = {"since_stage": None, "run_id": None, "serving_since": None}
         changed, lost = False, 0
         while True:
             culprit = board.read("failed")
@@ -196,7 +196,8 @@ class ActionModule(ActionBase):  # type: ignore[misc]
                 return answer
             if verdict["failed"] or time.time() - started >= budget:
                 return _failed(options, host, answer, known["since_stage"], budget)
-            known = {"since_stage": verdict["stage"], "run_id": known["run_id"] or answer["run_id"]}
+            known = {"since_stage": verdict["stage"], "run_id": known["run_id"] or answer["run_id"],
+                     "serving_since": answer["serving_since"]}
 
     def _ask(self, options: dict[str, Any], task_vars: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
         arguments = {name: options[name] for name in TO_MODULE}

@@ -101,7 +101,7 @@ def _verdict(observation: Map, evidence: dict[str, Any], found: Finding) -> dict
         "serving": bool((evidence["http"] or {}).get("serving")),
         "reason": found.reason, "cause": named["cause"], "hint": named["hint"] or found.hint, "detail": found.detail,
         "evidence": evidence,
-        "log_lines": _log_lines(observation.get("log") or [], telling) if failed else [],
+        "log_lines": _log_lines(observation.get("log") or [], telling) if failed and (telling or found.log == "all") else [],
     }
 
 
@@ -188,7 +188,7 @@ def wrong_gpus(assigned: Sequence[Map], seen: Sequence[Map]) -> list[dict[str, A
     uuids = {gpu["uuid"] for gpu in assigned}
     around = {gpu.get("pci_bdf") for gpu in assigned if _is_instance(gpu)}
     wrong = []
-    for gpu in seen:
+    for gpu in sorted(seen, key=lambda gpu: str(gpu["uuid"])):
         ours = [process for process in _by_pid(gpu["processes"] or []) if process["ours"] and process["used_mib"] != 0]
         is_parent = gpu.get("pci_bdf") in around and not _is_instance(gpu)
         if ours and gpu["uuid"] not in uuids and not is_parent:
@@ -256,8 +256,8 @@ def _stranger(ready: Map, http: Map) -> Problem | None:
 def _models_problem(ready: Map, http: Map, names: Sequence[str] | None) -> Problem | None:
     answer = http.get("models")
     where = "%s%s" % (ready.get("url"), ready.get("models_path"))
-    if not answer or answer.get("error") in ("refused", "timeout", "loading"):
-        return Problem(f"{where} has not answered yet", False)
+    if not answer or answer.get("error"):
+        return Problem(f"{where} has not answered yet{_because((answer or {}).get('message'))}", False)
     if answer.get("status") in (401, 403):
         return Problem(_refused_key(where, answer["status"], http.get("key")))
     if answer.get("status") != 200 or names is None:
@@ -294,10 +294,10 @@ def _generation_problem(ready: Map, http: Map) -> Problem | None:
         return None
     answer = http.get("generation")
     where = "%s%s" % (ready.get("url"), ready["probe_path"])
-    if not answer or answer.get("error") in ("refused", "timeout", "loading"):
-        return Problem(f"{where} has not generated a token yet", False)
+    if not answer or answer.get("error"):
+        return Problem(f"{where} has not generated a token yet{_because((answer or {}).get('message'))}", False)
     if answer.get("status") != 200:
-        said = log_signatures.clean(answer.get("text") or answer.get("message") or "", limit=200)
+        said = log_signatures.clean(answer.get("text") or "", limit=200)
         return Problem("%s answers %s to a request for one token%s" % (where, answer.get("status"), ": " + said if said else ""))
     body = answer.get("json")
     if not isinstance(body, dict) or not body.get("choices"):
@@ -393,7 +393,7 @@ def _ended_launch(state: Map, launch: Map) -> Finding:
     started_all = state.get("stage") not in ("starting", "waiting", "sidecars")
     what = "the engine" if started_all and launch.get("name") == last.get("name") else f"the sidecar {launch.get('name')}"
     known = log_signatures.cause_of_end(end.get("code"), end.get("signal")) or {}
-    return Finding("failed", f"{what} {how}", detail=state.get("detail"), log="all", cause=known.get("cause"), hint=known.get("hint"))
+    return Finding("failed", f"{what} {how}", log="all", cause=known.get("cause"), hint=known.get("hint"))
 
 
 def _because(detail: object) -> str:

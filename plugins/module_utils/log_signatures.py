@@ -203,7 +203,8 @@ SIGNATURES: tuple[Signature, ...] = GPU_SIGNATURES + (
                "Register a build with GGML_RPC=ON."),
     # --- the model
     _signature(r"does not appear to have a file named|not a local folder and is not a valid model identifier|Repo id must be|"
-               r"LocalEntryNotFoundError|OfflineModeIsEnabled|failed to open GGUF file|gguf_init_from_file\S*: failed to open|failed to open .*\.gguf",
+               r"LocalEntryNotFoundError|OfflineModeIsEnabled|failed to open GGUF file|gguf_init_from_file\S*: failed to open|failed to open .*\.gguf|"
+               r"failed to load model\b.*No such file or directory",
                "The model is not at the path that the profile names on this host, or is incomplete.",
                "Check model_path on this host: every rank reads it, not only the leader."),
     _signature(r"not within the file bounds|corrupted or incomplete|invalid magic|HeaderTooLarge|MetadataIncompleteBuffer|Error while deserializing header",

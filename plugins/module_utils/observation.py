@@ -54,7 +54,8 @@ def places(replica: str, root: str) -> Places:
 
 
 class Watch(NamedTuple):
-    """What the caller of a watch knows and wants; `since_stage` null returns after one look."""
+    """What the caller of a watch knows and wants; `since_stage` null returns after one look. What an earlier call returned as
+    `serving_since` is handed in again, so that a grace ends however short the calls are."""
 
     since_stage: str | None = None
     hold_seconds: float = 15.0
@@ -62,6 +63,7 @@ class Watch(NamedTuple):
     fingerprint: str | None = None
     rank: int | None = None
     run_id: str | None = None
+    serving_since: float | None = None
 
 
 class Observer:
@@ -258,7 +260,7 @@ def watch(observer: Observer, wanted: Watch) -> tuple[dict[str, Any], dict[str, 
     Returns the last observation and its verdict, in which secrets are masked. A failure is explained with the log.
     """
     began = time.monotonic()
-    serving_since = None
+    serving_since = wanted.serving_since
     while True:
         elapsed = time.monotonic() - began
         observation = observer.look(patience=wanted.hold_seconds > 0 and elapsed < PATIENCE_SECONDS)
@@ -281,7 +283,7 @@ def report(where: Places, seen: Mapping[str, Any], verdict: Mapping[str, Any]) -
     """What a caller on the controller needs: the verdict and what it belongs to."""
     launch, state = seen["launch"] or {}, seen["state"] or {}
     return {"ready": verdict["ready"], "stage": verdict["stage"], "verdict": dict(verdict), "rank": launch.get("rank"), "nodes": launch.get("nodes"),
-            "serves_http": bool(_ready(launch).get("serves_http")), "run_id": state.get("run_id"), "budget_seconds": _ready(launch).get("budget_seconds"),
+            "serves_http": bool(_ready(launch).get("serves_http")), "run_id": state.get("run_id"), "serving_since": seen["serving_since"], "budget_seconds": _ready(launch).get("budget_seconds"),
             "log_command": f"journalctl -u {where.unit} -n 200" if os.path.lexists(where.unit_file) else f"tail -n 200 {where.log}"}
 
 

@@ -93,6 +93,9 @@ options:
   run_id:
     description: The run that the wait began with; another one means that the shard was restarted. Set by the action plugin.
     type: str
+  serving_since:
+    description: What the call before returned as RV(serving_since). Set by the action plugin.
+    type: float
   proc_root:
     description: Where the host's process file system is. For tests.
     type: path
@@ -168,6 +171,11 @@ run_id:
   returned: when the host was asked
   type: str
   sample: 9f2c11d0a4be
+serving_since:
+  description: Since when, by the host's clock, the server of the replica is seen serving; null while it is not.
+  returned: when the host was asked
+  type: float
+  sample: 1790000000.5
 budget_seconds:
   description: How long this revision may take to get ready.
   returned: when the host was asked
@@ -209,6 +217,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "since_stage": {"type": "str"},
     "leader_serving": {"type": "bool"},
     "run_id": {"type": "str"},
+    "serving_since": {"type": "float"},
     "proc_root": {"type": "path", "default": "/proc"},
 }
 
@@ -221,7 +230,7 @@ def main() -> None:
     observer = observation.Observer(options["replica"], options["replica_root"], options["proc_root"], module.run_command)
     wanted = observation.Watch(
         since_stage=options["since_stage"], hold_seconds=options["hold_seconds"] if waits else 0, leader_serving=options["leader_serving"],
-        fingerprint=options["fingerprint"], rank=options["rank"], run_id=options["run_id"])
+        fingerprint=options["fingerprint"], rank=options["rank"], run_id=options["run_id"], serving_since=options["serving_since"])
     seen, verdict = observation.watch(observer, wanted)
     changed = False
     if waits and options["mark"]:

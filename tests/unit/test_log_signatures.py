@@ -48,6 +48,7 @@ REAL_LINES = [
     ("error: invalid argument: --no-mmap", "does not accept"),
     ("Illegal instruction (core dumped)", "another CPU"),
     ("llama_model_load: error loading model: tensor 'blk.0.attn_k.weight' data is not within the file bounds, model is corrupted or incomplete", "damaged"),
+    ("error: failed to load model, '/models/glm': No such file or directory", "not at the path"),
     ("OSError: /models/x does not appear to have a file named config.json.", "not at the path"),
     ("ValueError: The quantization method fp8 is not supported for the current GPU. Minimum capability: 89. Current capability: 80.", "newer GPU"),
     ("ValueError: Total number of attention heads (4) must be divisible by tensor parallel size (3).", "does not divide"),
