@@ -166,9 +166,10 @@ class HardwareTree:
 
     # ---- proc
 
-    def process_limits(self, memlock: int | str, nofile: int | str = 1048576, pid: str = "self") -> None:
-        """/proc/PID/limits with these soft and hard limits."""
-        rows = ("Limit", "Soft Limit", "Hard Limit", "Units", "Max open files", nofile, nofile, "files", "Max locked memory", memlock, memlock, "bytes")
+    def process_limits(self, memlock: int | str, nofile: int | str = 1048576, pid: str = "self", soft: int | str | None = None) -> None:
+        """/proc/PID/limits with these hard limits; soft ones are the same unless given."""
+        rows = ("Limit", "Soft Limit", "Hard Limit", "Units", "Max open files", soft or nofile, nofile, "files",
+                "Max locked memory", soft or memlock, memlock, "bytes")
         write(self.proc / pid / "limits", LIMITS % rows)
 
     def meminfo(self, **kib: int) -> None:

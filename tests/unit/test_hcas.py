@@ -9,6 +9,7 @@ import ipaddress
 import os
 import pathlib
 import shutil
+import stat
 
 import hardware_trees
 import pytest
@@ -250,8 +251,8 @@ def test_ring_of_three_has_no_common_fabric(tmp_path):
             cidr = host["addr"][netdev]
             value = int(ipaddress.ip_interface(cidr).ip)
             tree.pci(bdf, driver="mlx5_core")
-            tree.hca(device, pci=bdf, netdevs=[netdev], gids=[[3, "0000:0000:0000:0000:0000:ffff:%04x:%04x" % (value >> 16, value & 0xFFFF), "RoCE v2",
-                                                               netdev]])
+            gid = "0000:0000:0000:0000:0000:ffff:%04x:%04x" % (value >> 16, value & 0xFFFF)
+            tree.hca(device, pci=bdf, netdevs=[netdev], gids=[[3, gid, "RoCE v2", netdev]])
             tree.interface(netdev, [cidr], pci=bdf)
         tree.interface("enP7s7", list(host["mgmt"].values()))
         ports = read(tree)
@@ -383,9 +384,31 @@ def test_global_ipv6(tmp_path):
     assert port["usable"], port["reasons"]
 
 
+def test_the_interface_that_the_gid_names_tells_the_prefix_length(tmp_path):
+    """One address on two interfaces: a /32 of a routing daemon elsewhere must not win."""
+    tree = hardware_trees.HardwareTree(tmp_path)
+    tree.hca("mlx5_0", gids=PLAIN_GIDS, netdevs=["ens1np0"])
+    tree.interface("dummy0", ["10.11.0.72/32"], kind="dummy")
+    tree.interface("ens1np0", ["10.11.0.72/16"])
+    assert read(tree)["mlx5_0"]["fabrics"] == ["roce:10.11.0.0/16"]
+
+
+def test_a_device_node_that_exists_and_cannot_be_opened(tmp_path):
+    tree = roce_tree(tmp_path)
+    node = tree.dev / "infiniband" / "uverbs0"
+    node.unlink()
+    try:
+        os.mknod(node, 0o600 | stat.S_IFCHR, os.makedev(231, 250))      # a number that no driver has taken
+    except PermissionError:
+        node.touch(mode=0o000)
+    port = read(tree)["mlx5_0"]
+    assert port["uverbs"] is None and not port["usable"]
+    assert "%s cannot be opened" % node in port["reasons"][0]
+
+
 def test_only_link_local_or_only_v1_is_not_usable(tmp_path):
-    gids = [[0, LINK_LOCAL, "RoCE v2", "ens1np0"], [1, "0000:0000:0000:0000:0000:ffff:a9fe:0a01", "RoCE v2", "ens1np0"], [2, V4_10_11_0_72, "IB/RoCE v1",
-            "ens1np0"]]
+    gids = [[0, LINK_LOCAL, "RoCE v2", "ens1np0"], [1, "0000:0000:0000:0000:0000:ffff:a9fe:0a01", "RoCE v2", "ens1np0"],
+            [2, V4_10_11_0_72, "IB/RoCE v1", "ens1np0"]]
     port = read(roce_tree(tmp_path, gids=gids))["mlx5_0"]
     assert port["fabrics"] == [] and "no RoCE v2 GID" in port["reasons"][0]
 

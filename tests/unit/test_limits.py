@@ -65,7 +65,16 @@ def test_systemd_gives_what_process_1_may_give(tmp_path, capabilities, memlock, 
 
 
 def test_the_hard_limit_counts(tmp_path):
-    table = limits.parse_limits("Max open files            1024                 524288               files     \nMax cpu time   unlimited unlimited seconds\nnoise\n")
+    """run_shard.py can raise its soft limit up to the hard one."""
+    tree = hardware_trees.HardwareTree(tmp_path)
+    tree.process_limits("unlimited", 524288, soft=1024)
+    found = read(tree)
+    assert (found["memlock_bytes"], found["nofile"]) == ("unlimited", 524288)
+
+
+def test_rows_of_limits():
+    table = limits.parse_limits("Max open files            1024                 524288               files     \n"
+                                "Max cpu time   unlimited unlimited seconds\nnoise\n")
     assert table == {"Max open files": (1024, 524288), "Max cpu time": ("unlimited", "unlimited")}
 
 
@@ -127,8 +136,8 @@ OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Rele
 CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.230.02"
 
 
-@pytest.mark.parametrize(("driver", "kernel", "dmabuf"), [(OPEN, "6.8.0-45-generic", True), (OPEN, "5.4.0", False), (CLOSED, "6.8.0", False), (None, "6.8.0",
-        None), (OPEN, "", None)])
+@pytest.mark.parametrize(("driver", "kernel", "dmabuf"), [(OPEN, "6.8.0-45-generic", True), (OPEN, "5.4.0", False), (CLOSED, "6.8.0", False),
+        (None, "6.8.0", None), (OPEN, "", None)])
 def test_dmabuf(tmp_path, driver, kernel, dmabuf):
     tree = hardware_trees.HardwareTree(tmp_path)
     if driver:

@@ -251,6 +251,15 @@ def test_hostile_gguf_headers_are_refused_quickly(tmp_path, content):
     assert found["config"] is None and found["error"]
 
 
+def test_a_huge_array_that_is_really_there_is_refused_quickly(tmp_path):
+    """Eight million empty texts in a sparse file: walking over them would take the host many seconds."""
+    path = tmp_path / "m.gguf"
+    path.write_bytes(gguf([ARCHITECTURE, entry("tokenizer.ggml.tokens", 9, struct.pack("<IQ", 8, 2 ** 23))]))
+    os.truncate(path, 100 * 1024 * 1024)
+    found = models.describe(str(path))
+    assert "claims an array of 8388608 items" in found["error"]
+
+
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_damaged_gguf_headers(tmp_path, data):

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 
 RUN = "20260131T120000-1"
 LAUNCH = {
-    "schema": 1, "replica": "glm", "rank": 1, "nodes": 2, "fingerprint": "f2", "labels": {"replica": "glm", "profile": "glm-h100", "pool": "H100",
-                                                                                          "fabric": "compute", "engine": "vllm"},
+    "schema": 1, "replica": "glm", "rank": 1, "nodes": 2, "fingerprint": "f2",
+    "labels": {"replica": "glm", "profile": "glm-h100", "pool": "H100", "fabric": "compute", "engine": "vllm"},
     "gpus": [{"uuid": "GPU-1", "index": 0}, {"uuid": "GPU-2", "index": 1}], "leader_port": 29500, "http_port": 8000, "launches": [],
 }
 SHOWN = "Id=inference-glm.service\nActiveState=%s\nUnitFileState=enabled\nNRestarts=2\n"
@@ -148,8 +148,8 @@ def test_systemd(tmp_path, active_state, active):
         return 0, SHOWN % active_state, ""
 
     shards = read(tmp_path, systemctl)
-    assert asked == [["systemctl", "show", "--property=Id,ActiveState,UnitFileState,NRestarts", "--",
-                      "inference-glm.service"]], "once, and only for units that exist"
+    command = ["systemctl", "show", "--property=Id,ActiveState,UnitFileState,NRestarts", "--", "inference-glm.service"]
+    assert asked == [command], "once, and only for units that exist"
     assert shards["glm"]["unit"] == {"name": "inference-glm.service", "manager": "systemd", "active": active, "state": active_state, "enabled": True,
                                      "sha256": hashlib.sha256(b"[Unit]\n").hexdigest()}
     assert shards["glm"]["restarts"] == 2, "systemd's count where no run has written its own"
@@ -216,15 +216,15 @@ def test_a_damaged_cordon_still_holds(tmp_path):
 
 # ---- damage
 
-JSON = st.recursive(st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=8)),
-                    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.sampled_from(["pid", "uuid", "profile", "x"]), inner,
-                                                                                         max_size=3)), max_leaves=8)
+SCALARS = st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=8))
+NAMES = st.sampled_from(["pid", "uuid", "profile", "x"])
+JSON = st.recursive(SCALARS, lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(NAMES, inner, max_size=3)), max_leaves=8)
+RUN_NAMES = st.sampled_from(["run_id", "stage", "detail", "supervisor_pid", "launches", "restarts", "started_at"])
+PROOF_NAMES = st.sampled_from(["run_id", "fingerprint", "evidence"])
 
 
 @settings(max_examples=60, deadline=None)
-@given(launch=st.dictionaries(st.sampled_from(list(LAUNCH)), JSON), run=st.dictionaries(st.sampled_from([
-    "run_id", "stage", "detail", "supervisor_pid", "launches", "restarts", "started_at"]), JSON), proof=st.dictionaries(st.sampled_from(["run_id",
-            "fingerprint", "evidence"]), JSON))
+@given(launch=st.dictionaries(st.sampled_from(list(LAUNCH)), JSON), run=st.dictionaries(RUN_NAMES, JSON), proof=st.dictionaries(PROOF_NAMES, JSON))
 def test_any_json(tmp_path_factory, launch, run, proof):
     root = tmp_path_factory.mktemp("shard")
     try:

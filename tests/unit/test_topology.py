@@ -28,6 +28,7 @@ GPU = SWITCH + "/0000:17:00.0/0000:18:00.0"
     (SWITCH + "/0000:17:00.0/0000:18:00.1", "PIX"),                                     # two functions at one port
     (SWITCH + "/0000:17:01.0/0000:19:00.0", "PIX"),                                     # two ports of one switch
     (SWITCH + "/0000:17:02.0/0000:1a:00.0/0000:1b:00.0/0000:1c:00.0", "PXB"),           # a switch behind the switch
+    (SWITCH + "/0000:17:02.0/0000:1a:00.0/0000:1b:00.0", "PXB"),                        # a bridge behind the switch
     (ROOT.replace("01.0", "02.0") + "/0000:20:00.0", "PHB"),                            # another root port
     ("/sys/devices/pci0000:40/0000:40:01.0/0000:41:00.0", "NODE"),                      # another host bridge, same node
     ("/sys/devices/pci0009:15/0009:15:01.0/0009:16:00.0", "NODE"),                      # another PCI domain
