@@ -65,7 +65,7 @@ class _BoundedSocket:
         self._sock.sendall(data)
 
     def close(self) -> None:
-        self._sock.close()
+        """`http.client` closes a connection that will not be kept before the body is read; the socket's owner closes it for real."""
 
 
 def _remaining(deadline: float) -> float:

@@ -74,6 +74,19 @@ def test_json_answer() -> None:
     assert (answer["status"], answer["error"], answer["json"], answer["server"]) == (200, None, {"data": [{"id": "glm"}]}, "uvicorn")
 
 
+@pytest.mark.parametrize("headers", [b"Content-Length: 2\r\n", b"Connection: close\r\n", b"Connection: close\r\nContent-Length: 2\r\n"])
+def test_body_that_comes_after_the_headers(headers: bytes) -> None:
+    def handler(connection: socket.socket) -> None:
+        read_request(connection)
+        connection.sendall(b"HTTP/1.1 200 OK\r\n" + headers + b"\r\n")
+        time.sleep(0.1)
+        connection.sendall(b"{}")
+
+    with server(handler) as url:
+        answer = http_probe.request(url, "/v1/models")
+    assert (answer["status"], answer["error"], answer["json"]) == (200, None, {})
+
+
 def test_what_is_sent() -> None:
     seen: list[bytes] = []
     with server(answering(reply(b"{}"), seen)) as url:
