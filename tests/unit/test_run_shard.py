@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import random
 import re
 import shutil
 import signal
@@ -77,6 +78,7 @@ FASTER = """
 import importlib.util, sys
 spec = importlib.util.spec_from_file_location("run_shard", sys.argv[1])
 module = importlib.util.module_from_spec(spec); sys.modules["run_shard"] = module; spec.loader.exec_module(module)
+if sys.argv[4] == "no prctl": module.prctl_function = lambda: None
 module.WAIT_LOG_SECONDS, module.PROBE_PERIOD_SECONDS = float(sys.argv[3]), 0.05
 sys.exit(module.main([sys.argv[2]]))
 """
@@ -115,9 +117,9 @@ class Revision:
     def command(self, *arguments, interpreter=sys.executable):
         return [interpreter, "-B", str(SCRIPT), str(self.directory), *arguments]
 
-    def faster(self, log_seconds=30):
-        """The command with twenty attempts to connect in a second instead of two."""
-        return [sys.executable, "-B", "-c", FASTER, str(SCRIPT), str(self.directory), str(log_seconds)]
+    def faster(self, log_seconds=30, prctl="prctl"):
+        """The command with twenty attempts to connect in a second instead of two, and on demand without prctl(2)."""
+        return [sys.executable, "-B", "-c", FASTER, str(SCRIPT), str(self.directory), str(log_seconds), prctl]
 
     def start(self, environ=None, command=None):
         with self.log_file.open("ab") as log:
@@ -200,8 +202,11 @@ def listener(address="127.0.0.1", backlog=8):
 
 
 def free_port():
-    with listener() as server:
-        return server.getsockname()[1]
+    """Below the ephemeral range: a port of that range may be given to the next client, such as the very probe of a waiting launch."""
+    while True:
+        port = random.randrange(12000, 30000)
+        if all(run_shard.bind_error(address, port) is None for address in ("0.0.0.0", "127.0.0.1")):
+            return port
 
 
 # -- order and waiting
@@ -230,7 +235,7 @@ def test_a_launch_waits_for_the_leader_port_and_starts_when_it_listens(revision)
     go.touch()
     running = revision.reach("running")
     assert [entry["name"] for entry in running["launches"]] == ["head", "engine"]
-    assert all(alive(entry["pid"]) and entry["exit"] is None for entry in running["launches"])
+    assert all(alive(entry["pid"]) and entry["exit"] is None and os.getsid(entry["pid"]) == entry["pid"] for entry in running["launches"])
     assert f"the leader at 127.0.0.1:{port} listens" in revision.log
 
 
@@ -347,7 +352,7 @@ def test_the_environment_is_exactly_what_the_revision_says(revision):
     launch = {"name": "engine", "path": "/bin/cat", "args": ["/proc/self/environ"], "secret_env": {"VLLM_API_KEY": "api_key"},
               "env": {"RANK_ONLY": "ä'$x%", "SPACES": "from the launch", "PYTHONPATH": "/opt/engine"}}
     revision.write([launch], environment_file({**HOSTILE, b"LD_LIBRARY_PATH": b"/opt/lib", b"HOME": b"/var/empty"}))
-    caller = {"PATH": "/usr/bin:/bin", "LANG": "de_DE.ISO-8859-1", "LC_ALL": "C", "HOME": "/root", "LD_LIBRARY_PATH": "/caller", "FOREIGN": "1",
+    caller = {"PATH": "/usr/bin:/bin", "LANG": "de_DE.ISO-8859-1", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "HOME": "/root", "LD_LIBRARY_PATH": "/caller", "FOREIGN": "1",
               "NOTIFY_SOCKET": "/nowhere", "WATCHDOG_USEC": "1000000", "RANKZERO_SHARD": "other/1/abc"}
     output = subprocess.run(revision.command(), capture_output=True, env=caller, timeout=PATIENCE, check=False)
     seen = environ_of(output.stdout)
@@ -414,7 +419,8 @@ def test_arguments_arrive_unchanged_and_output_and_umask_are_plain(revision):
     arguments = ["a b", "", "it's", "$HOME", "%n", "模型", "two\nlines", "-x=*"]
     source = "import os, sys; sys.stdout.buffer.write(b'|'.join(map(os.fsencode, sys.argv[1:])) + b' %o %s' % (os.umask(0), os.fsencode(os.getcwd())))"
     revision.write([python("engine", source, *arguments)])
-    output = subprocess.run(revision.command(), capture_output=True, env={"LC_ALL": "C"}, timeout=PATIENCE, check=False)
+    caller = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    output = subprocess.run(revision.command(), capture_output=True, env=caller, umask=0o077, timeout=PATIENCE, check=False)
     assert output.stdout == b"|".join(argument.encode() for argument in arguments) + b" 22 " + os.fsencode(revision.root / "work")
 
 
@@ -518,6 +524,7 @@ def test_check_says_everything_that_stands_in_the_way_and_a_start_refuses(revisi
             addresses=["127.0.0.9"], paths={"state_dir": str(revision.state_dir), "work_dir": str(script / "work")})
         answer = revision.ask("--check")
         lines = answer.stdout.decode().splitlines()
+        not_listening = "by a process that does not listen (a loading engine, or a connection that was given this port)"
         assert answer.returncode == 1
         assert lines == [
             f"launch head: {script} needs the interpreter /opt/gone/bin/python3, which is missing or not executable",
@@ -526,8 +533,7 @@ def test_check_says_everything_that_stands_in_the_way_and_a_start_refuses(revisi
             f"secret {revision.directory}/secrets/missing cannot be read: No such file or directory",
             f"working directory {script}/work cannot be used: {script} is not a directory",
             f"port 0.0.0.0:{taken} (http) cannot be bound: Address already in use, by process {os.getpid()} ({run_shard.read_process(os.getpid()).name})",
-            f"port 127.0.0.1:{held} (leader) cannot be bound: Address already in use, by a process that does not listen "
-            "(a loading engine, or a connection that was given this port)",
+            f"port 127.0.0.1:{held} (leader) cannot be bound: Address already in use, {not_listening}",
         ]
         assert revision.run() == 69
     state = revision.state
@@ -693,6 +699,40 @@ def test_an_engine_that_crashes_leaves_no_process(revision):
     assert not [name for name in ("stubborn", "daemon") if alive(revision.pid_in(name))]
 
 
+def test_without_prctl_daemons_are_found_by_their_environment(revision):
+    revision.write([shell("engine", "(setsid sleep 300 & echo $! > $1); exec sleep 300", revision.root / "daemon")])
+    process = revision.start(command=revision.faster(prctl="no prctl"))
+    daemon = revision.pid_in("daemon")
+    until(lambda: process.pid not in run_shard.ancestors(run_shard.read_processes(), daemon), "a daemon outside the tree")
+    process.terminate()
+    assert process.wait(PATIENCE) == 0
+    assert not alive(daemon)
+    assert "cannot be adopted here" in revision.log
+
+
+def test_a_signal_does_not_reach_a_later_process_of_the_same_pid():
+    with bystander({}) as process:
+        seen = run_shard.read_process(process.pid)
+        assert run_shard.send_signal(seen._replace(start=seen.start - 1), signal.SIGKILL) is None
+        time.sleep(0.05)
+        assert process.poll() is None
+        assert run_shard.send_signal(seen, signal.SIGKILL) is None
+        assert process.wait(PATIENCE) == -signal.SIGKILL
+        assert run_shard.send_signal(seen, signal.SIGKILL) is None
+
+
+def test_an_engine_that_ignores_sigterm_leaves_its_sidecars_time_to_end(revision):
+    obedient = 'trap "echo told > $1; exit 0" TERM; while :; do sleep 0.05; done'
+    revision.write([shell("head", obedient, revision.root / "told"), shell("engine", 'trap "" TERM; echo $$ > $1; while :; do sleep 0.05; done',
+                                                                           revision.root / "pid")], stop_seconds=1)
+    process = revision.start()
+    revision.pid_in("pid")
+    process.terminate()
+    assert process.wait(PATIENCE) == 0
+    assert (revision.root / "told").exists()
+    assert revision.state["launches"][0]["exit"]["code"] == 0
+
+
 def test_an_engine_that_ignores_sigterm_is_killed_in_bounded_time(revision):
     revision.write([shell("head", "exec sleep 300"), shell("engine", 'trap "" TERM; echo $$ > $1; while :; do sleep 0.05; done', revision.root / "pid")],
                    stop_seconds=0.6)
@@ -774,13 +814,12 @@ def test_only_one_runs_per_state_directory(revision):
 
 def test_state_is_complete_readable_and_counts_restarts(revision):
     revision.write([shell("engine", "exit 3")])
-    revision.state_dir.mkdir()
-    (revision.state_dir / "ready.json").write_text("{}")
     before = os.umask(0o077)
     try:
-        assert revision.run() == 3
+        process = revision.start()
     finally:
         os.umask(before)
+    assert process.wait(PATIENCE) == 3
     first = revision.state
     assert set(first) == {"schema", "replica", "rank", "fingerprint", "run_id", "boot_id", "stage", "detail", "stage_since", "started_at", "supervisor_pid",
                           "launches", "restarts", "last_end"}
@@ -788,9 +827,11 @@ def test_state_is_complete_readable_and_counts_restarts(revision):
     assert first["restarts"] == 0 and first["started_at"] <= first["stage_since"] <= time.time()
     assert stat.S_IMODE((revision.state_dir / "state.json").stat().st_mode) == 0o644
     assert sorted(path.name for path in revision.state_dir.iterdir()) == ["lock", "state.json"]
+    (revision.state_dir / "ready.json").write_text("{}")
     revision.write([shell("engine", "exec sleep 300")])
     revision.start()
     second = revision.reach("running")
+    assert not (revision.state_dir / "ready.json").exists()
     assert second["restarts"] == 1 and second["last_end"] == first["last_end"] and second["run_id"] != first["run_id"]
     revision.supervisors[-1].terminate()
     revision.supervisors[-1].wait(PATIENCE)
@@ -868,13 +909,25 @@ def test_a_refused_start_is_not_ready_for_the_service_manager(revision):
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as service_manager:
         service_manager.bind(str(revision.root / "notify"))
         service_manager.setblocking(False)
-        assert revision.run(environ={"NOTIFY_SOCKET": str(revision.root / "notify"), "WATCHDOG_USEC": "1000000", "WATCHDOG_PID": "1"}) == 69
+        assert revision.run(environ={"NOTIFY_SOCKET": str(revision.root / "notify"), "WATCHDOG_USEC": "1000000"}) == 69
         messages = []
         with contextlib.suppress(BlockingIOError):
             while True:
                 messages.append(service_manager.recv(4096).decode())
     assert [message for message in messages if message.startswith("STATUS=failed: launch engine: /opt/gone does not exist")]
-    assert "READY=1" not in messages and "WATCHDOG=1" not in messages
+    assert "READY=1" not in messages
+
+
+def test_a_watchdog_of_another_process_is_not_fed(revision):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as service_manager:
+        service_manager.bind(str(revision.root / "notify"))
+        service_manager.settimeout(PATIENCE)
+        process = revision.start(environ={"NOTIFY_SOCKET": str(revision.root / "notify"), "WATCHDOG_USEC": "20000", "WATCHDOG_PID": "1"})
+        revision.reach("running")
+        time.sleep(0.1)
+        process.terminate()
+        messages = list(iter(lambda: service_manager.recv(4096).decode(), "STATUS=stopped: SIGTERM received"))
+    assert "READY=1" in messages and "WATCHDOG=1" not in messages
 
 
 def test_a_service_manager_that_is_gone_does_not_matter(revision):

@@ -569,7 +569,7 @@ def leftovers_of(identity: str) -> dict[int, Process]:
     kept_out = {os.getpid(), *ancestors(processes, os.getpid())}
     found = {}
     for pid, process in processes.items():
-        if pid in kept_out or process.state == "Z" or not (read_marker(pid) or "").startswith(f"{identity}/"):
+        if pid in kept_out or not (read_marker(pid) or "").startswith(f"{identity}/"):
             continue
         if not any(is_run_shard(above) for above in ancestors(processes, pid)):
             found[pid] = process
@@ -606,14 +606,12 @@ def listing(processes: Iterable[Process]) -> str:
     return ", ".join(str(process) for process in sorted(processes))
 
 
-def end_processes(find: Callable[[], dict[int, Process]], pause: Callable[[float], None], grace: float, told: Iterable[int] = ()) -> list[Process]:
-    """SIGTERM what `find` finds (less the pids already told), after `grace` seconds SIGKILL until nothing is found. Returns what is left."""
+def end_processes(find: Callable[[], dict[int, Process]], pause: Callable[[float], None], grace: float) -> list[Process]:
+    """SIGTERM what `find` finds, after `grace` seconds SIGKILL until nothing is found. Returns what is left after KILL_SECONDS more."""
     found = find()
     if found and grace > 0:
-        already = set(told)
         for process in found.values():
-            if process.pid not in already:
-                send_signal(process, signal.SIGTERM)
+            send_signal(process, signal.SIGTERM)
         deadline = time.monotonic() + grace
         while found and time.monotonic() < deadline:
             pause(TICK_SECONDS)
@@ -935,9 +933,9 @@ class State:
         path = os.path.join(self._directory, "state.json")
         draft = f"{path}.{os.getpid()}"
         try:
+            # Readable for shard_ready and node_facts of another user; run() has set the umask.
             handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
             with open(handle, "w", encoding="utf-8") as stream:
-                os.fchmod(handle, 0o644)    # for shard_ready and node_facts of another user, whatever the umask
                 json.dump(self._content, stream)
             os.rename(draft, path)
             self._write_failed = False
@@ -1304,7 +1302,7 @@ class Run:
         for entry in self._children.living():
             log(f"launch {entry.launch.name} (process {entry.pid}) did not end within {self._shard.stop_seconds:g} seconds")
         grace = min(ORPHAN_GRACE_SECONDS, deadline - time.monotonic())
-        left = end_processes(self._children.members, self._events.wait, grace, told=[entry.pid for entry in living])
+        left = end_processes(self._children.members, self._events.wait, grace)
         self._children.reap()
         self._state.launches(self._children.started)
         return left
