@@ -116,7 +116,8 @@ class Engine:
         if self.serves_http(shard.profile, shard.rank):
             ports.append((shard.http_host, shard.http_port, "HTTP"))
         if shard.is_leader and shard.peers:
-            ports.append((shard.leader_address, shard.leader_port, "the ranks' rendezvous"))
+            # torch's store listens on every address, whatever the ranks are told (vLLM: *:29501).
+            ports.append(("::" if ":" in shard.leader_address else "0.0.0.0", shard.leader_port, "the ranks' rendezvous"))
         return ports
 
     def accepts_on_port(self, shard: Shard) -> int | None:

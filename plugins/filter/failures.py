@@ -1,0 +1,21 @@
+# Copyright (c) 2026 The rankzero.inference authors
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Filter over the results of all hosts of a failed deploy."""
+
+from __future__ import annotations
+
+import typing as t
+
+from ansible_collections.rankzero.inference.plugins.plugin_utils import failures, hostvars
+
+
+def failure_summary(hosts: t.Sequence[str], variables: t.Any, plan: t.Mapping[str, t.Any], restored: t.Any = None) -> str:
+    found = {str(host): hostvars.plain(variables[host].get("ansible_failed_result")) for host in hosts}
+    ranks = {str(host): int(shard["rank"]) for host, shard in plan["shards"].items()}
+    return failures.summary(str(plan["replica"]), found, ranks, hostvars.text(restored))
+
+
+class FilterModule:
+    def filters(self) -> dict[str, t.Callable[..., t.Any]]:
+        return {"failure_summary": failure_summary}

@@ -1,0 +1,41 @@
+# Copyright (c) 2026 The rankzero.inference authors
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""The few lines that a failed deploy ends with: which rank, why, and what is on the hosts now."""
+
+from __future__ import annotations
+
+import typing as t
+
+Result = t.Mapping[str, t.Any]
+
+
+def summary(replica: str, failures: t.Mapping[str, Result | None], ranks: t.Mapping[str, int], restored: str | None) -> str:
+    """C(failures): host -> failed result or None.  C(ranks): host -> planned rank.  C(restored): the revision that is back, or None.
+
+    Ranks that only gave up because of another are left out; a rank whose log tells a cause comes first, since the others often just lost it.
+    """
+    culprits = [(host, failure) for host, failure in failures.items() if failure and not failure.get("gave_up")]
+    culprits.sort(key=lambda item: (not _cause(item[1]), ranks.get(item[0], 1 << 30), item[0]))
+    lines = ["Replica %s was not deployed. %s" % (replica, "Revision %s, which was there before, is back." % restored if restored else "Nothing of it was left behind.")]
+    lines += ["  %s: %s" % (_who(host, ranks), _why(failure)) for host, failure in culprits]
+    return "\n".join(lines)
+
+
+def _who(host: str, ranks: t.Mapping[str, int]) -> str:
+    return "rank %d (%s)" % (ranks[host], host) if host in ranks else host
+
+
+def _verdict(failure: Result) -> Result:
+    verdict = failure.get("verdict")
+    return verdict if isinstance(verdict, t.Mapping) else {}
+
+
+def _cause(failure: Result) -> str:
+    return str(_verdict(failure).get("cause") or "")
+
+
+def _why(failure: Result) -> str:
+    reason = str(_verdict(failure).get("reason") or (str(failure.get("msg") or "no reason given").splitlines() or [""])[0])
+    cause = _cause(failure)
+    return reason if not cause or cause in reason else "%s. %s" % (reason.rstrip("."), cause)
