@@ -29,7 +29,7 @@ BUILD_FAKE_NVML = ROOT / "tests" / "fake_nvml" / "build.py"
 PYTHON = os.environ.get("SIM_ENGINE_PYTHON", sys.executable)  # to run this file's engines with another Python
 KEY = "a-key-for-tests"
 BEARER = {"Authorization": f"Bearer {KEY}"}
-DEADLINE = 15.0  # seconds; generous, for loaded machines
+DEADLINE = 30.0  # seconds; generous, for loaded machines
 
 
 def wait_for(condition: Callable[[], Any], what: str) -> Any:
@@ -302,7 +302,7 @@ def test_help_documents_every_simulation_option(sim_engine: Any, capfd: pytest.C
 
 
 def test_vllm_binds_its_port_at_once_and_refuses_until_ready(start: StartSim) -> None:
-    sim = start("--sim-load-seconds", "30").loading()
+    sim = start("--sim-load-seconds", "300").loading()
     assert sim.status("/health") is None
     with socket.socket() as other, pytest.raises(OSError, match="in use") as refused:
         other.bind((sim.host, sim.port))
@@ -316,7 +316,7 @@ def test_vllm_binds_its_port_at_once_and_refuses_until_ready(start: StartSim) ->
 
 @pytest.mark.parametrize("headers", [{}, BEARER, {"Authorization": "Bearer wrong"}])
 def test_llama_cpp_answers_503_on_every_path_while_loading(start: StartSim, headers: dict[str, str]) -> None:
-    sim = start("--dialect", "llama.cpp", "--sim-load-seconds", "30", LLAMA_API_KEY=KEY).loading()
+    sim = start("--dialect", "llama.cpp", "--sim-load-seconds", "300", LLAMA_API_KEY=KEY).loading()
     for path in ("/health", "/v1/models", "/metrics", "/nowhere"):
         answer = sim.ask(path, headers=headers)
         assert (answer.status, answer.json) == (503, {"error": {"message": "Loading model", "type": "unavailable_error", "code": 503}})
@@ -325,18 +325,18 @@ def test_llama_cpp_answers_503_on_every_path_while_loading(start: StartSim, head
 
 def test_sglang_refuses_then_warms_up_then_serves(start: StartSim) -> None:
     options = ["--dialect", "sglang"]
-    loading = start(*options, "--sim-load-seconds", "30").loading()
+    loading = start(*options, "--sim-load-seconds", "300").loading()
     assert loading.status("/health") is None
     with socket.socket() as other:
         other.bind((loading.host, loading.port))  # nothing is bound yet
-    warming = start(*options, "--sim-warmup-seconds", "30")
+    warming = start(*options, "--sim-warmup-seconds", "300")
     wait_for(lambda: warming.status("/health") is not None, "it listens")
     assert [warming.status(path) for path in ("/health", "/v1/models", "/nowhere")] == [503, 503, 503]
     assert start(*options, "--sim-warmup-seconds", "0").ready().status("/health") == 200
 
 
 def test_listen_late_opens_the_port_after_the_memory_is_held(start: StartSim) -> None:
-    sim = start("--sim-listen-late", "30", "--sim-gpu-mib", "5", CUDA_VISIBLE_DEVICES="0")
+    sim = start("--sim-listen-late", "300", "--sim-gpu-mib", "5", CUDA_VISIBLE_DEVICES="0")
     wait_for(sim.held, "memory")
     assert sim.status("/health") is None
     assert start("--sim-listen-late", "0.1").ready().status("/health") == 200
@@ -360,13 +360,15 @@ def test_the_second_engine_on_a_port_ends(start: StartSim, dialect: str) -> None
     assert first.status("/health") == 200
 
 
-def test_two_vllm_engines_load_side_by_side_on_one_port(start: StartSim) -> None:
-    """vllm#8204: both bind while neither listens; the one that is ready later ends after all its loading."""
-    first = start("--sim-load-seconds", "0.4")
-    second = start("--port", str(first.port), "--sim-load-seconds", "0.6")
-    assert second.exit_code() == 1
-    assert "loading the model" in second.log
-    assert first.ready().status("/health") == 200
+def test_two_vllm_engines_may_load_for_one_port_and_the_later_one_ends(start: StartSim) -> None:
+    """vllm#8204: both bind while neither listens; the one that is ready later ends after all its loading. Here the test is the other."""
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", 0))
+        sim = start("--port", str(other.getsockname()[1]), "--sim-load-seconds", "1").loading()
+        other.listen()
+        assert sim.exit_code() == 1
+    assert "couldn't bind HTTP server socket" in sim.log
 
 
 # ----------------------------------------------------------------------------------------------------------- key, paths
@@ -443,7 +445,7 @@ def test_without_a_key_everything_is_open(start: StartSim) -> None:
 def test_models_and_adapters_are_listed_and_answer_differently(start: StartSim, tmp_path: pathlib.Path) -> None:
     adapter = tmp_path / "sql-adapter"
     adapter.mkdir()
-    sim = start("--served-model-name", "tiny", "--enable-lora", "--lora-modules", f"sql={adapter}").ready()
+    sim = start("--served-model-name", "tiny", "--enable-lora", "--quantization", "fp8", "--lora-modules", f"sql={adapter}").ready()
     cards = {card["id"]: card for card in sim.ask("/v1/models").json["data"]}
     assert {name: card["parent"] for name, card in cards.items()} == {"tiny": None, "sql": "tiny"}
     assert cards["sql"]["root"] == str(adapter)
@@ -753,7 +755,7 @@ def test_a_stop_is_quick_even_with_requests_running(start: StartSim, number: int
         wait_for(lambda: 'running{engine="0"' in (text := sim.ask("/metrics").body.decode()) and "} 1" in text, "the request runs")
         began = time.monotonic()
         assert sim.end(number) == 0
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 5
 
 
 # --------------------------------------------------------------------------------------------------------------- ranks
@@ -786,7 +788,7 @@ def test_ranks_meet_in_any_order(start_rank: RankStarter, order: tuple[int, ...]
 
 
 def test_the_leader_is_not_ready_before_every_rank_has_loaded(start_rank: RankStarter) -> None:
-    leader, follower = start_rank(0), start_rank(1, "--sim-load-seconds", "30")
+    leader, follower = start_rank(0), start_rank(1, "--sim-load-seconds", "300")
     leader.loading()
     follower.loading()
     time.sleep(0.2)
@@ -901,7 +903,7 @@ def test_a_leader_whose_port_is_taken_says_so(start_rank: RankStarter) -> None:
 
 
 def test_a_sglang_follower_says_200_before_the_replica_is_ready_and_stops_with_its_leader(start_rank: RankStarter) -> None:
-    leader = start_rank(0, "--sim-warmup-seconds", "30", dialect="sglang")
+    leader = start_rank(0, "--sim-warmup-seconds", "300", dialect="sglang")
     follower = start_rank(1, "--sim-warmup-seconds", "0", dialect="sglang").ready()
     assert [follower.status(path) for path in ("/health", "/ping", "/health_generate", "/v1/models", "/metrics")] == [200, 200, 200, 404, 404]
     assert leader.status("/health") in (None, 503)

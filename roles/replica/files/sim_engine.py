@@ -1484,6 +1484,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--served-model-name", nargs="+", metavar="NAME", help="default: MODEL")
     parser.add_argument("--lora-modules", nargs="+", default=[], metavar="NAME=PATH", help="adapters; each path must exist")
     parser.add_argument("--enable-lora", action="store_true", help="accepted and not needed")
+    parser.add_argument("--quantization", "-q", metavar="METHOD", help="accepted; makes no difference")
     parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1, metavar="N")
     parser.add_argument("--pipeline-parallel-size", "-pp", type=int, default=1, metavar="N")
     parser.add_argument("--max-model-len", type=token_count, default=4096, metavar="TOKENS", help="context; 1k is 1000, 1K is 1024")
