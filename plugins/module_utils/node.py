@@ -50,16 +50,20 @@ def read(options: Mapping[str, Any], run_command: RunCommand) -> Facts:
         "topology": {"gpu_gpu": gpus["gpu_gpu"], "gpu_hca": topology.gpu_hca(gpus["gpus"], ports_of_hcas, sysfs)},
         "interfaces": wires["interfaces"], "routes": wires["routes"], "default_route": wires["default_route"],
         "hostname_resolves_to": wires["hostname_resolves_to"], "limits": allowed, "drivers": {"nvidia": gpus["drivers_nvidia"]},
-        "engines": engine_builds.read(options["replica_root"]), "models": describe_models(options), "ports_in_use": taken,
+        "engines": engine_builds.read(options["replica_root"]), "models": describe_models(options, machine["service_manager"]), "ports_in_use": taken,
         "shards": shard_records.read(options["replica_root"], proc, run), "cordoned": shard_records.cordoned(options["replica_root"]),
     }
 
 
-def describe_models(options: Mapping[str, Any]) -> dict[str, Facts]:
-    """`{path: model}` of the paths that were asked for; those of `checksum_paths` with the hashes of their files."""
+def describe_models(options: Mapping[str, Any], service_manager: str | None) -> dict[str, Facts]:
+    """`{path: model}` of the paths that were asked for; those of `checksum_paths` with the hashes of their files.
+
+    Under supervisor a shard runs as the user who gathers, so that user's own rights count.
+    """
+    user = options["service_user"] if service_manager != "supervisor" else None
     hashed = set(options["checksum_paths"])
     paths = sorted(hashed.union(options["model_paths"]), key=small_files.natural_key)
-    return {path: models.describe(path, options["service_user"], path in hashed) for path in paths}
+    return {path: models.describe(path, user, path in hashed) for path in paths}
 
 
 def without_failing(run_command: RunCommand) -> RunCommand:
