@@ -290,7 +290,7 @@ def nvlink_problem(ranks: t.Sequence[Rank], wanted: str | None) -> str | None:
             if domain.get("health") == "unhealthy":
                 return "GPU %s of %s unhealthy in its NVLink domain" % (gpu.get("index"), one.host.name)
         imex = (one.facts["limits"].get("imex") or {}).get("domain")
-        if isinstance(imex, t.Mapping) and imex.get("status") not in (None, "UP"):
+        if isinstance(imex, t.Mapping) and str(imex.get("status") or "up").lower() != "up":
             return "the IMEX domain %s on %s" % (imex["status"], one.host.name)
     return None
 
