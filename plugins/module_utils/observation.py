@@ -283,7 +283,8 @@ def report(where: Places, seen: Mapping[str, Any], verdict: Mapping[str, Any]) -
     """What a caller on the controller needs: the verdict and what it belongs to."""
     launch, state = seen["launch"] or {}, seen["state"] or {}
     return {"ready": verdict["ready"], "stage": verdict["stage"], "verdict": dict(verdict), "rank": launch.get("rank"), "nodes": launch.get("nodes"),
-            "serves_http": bool(_ready(launch).get("serves_http")), "run_id": state.get("run_id"), "serving_since": seen["serving_since"], "budget_seconds": _ready(launch).get("budget_seconds"),
+            "serves_http": bool(_ready(launch).get("serves_http")), "run_id": state.get("run_id"),
+            "serving_since": seen["serving_since"], "budget_seconds": _ready(launch).get("budget_seconds"),
             "log_command": f"journalctl -u {where.unit} -n 200" if os.path.lexists(where.unit_file) else f"tail -n 200 {where.log}"}
 
 

@@ -198,10 +198,10 @@ seconds:
   sample: 142.6
 """
 
-from typing import Any  # noqa: E402
+from typing import Any
 
-from ansible.module_utils.basic import AnsibleModule  # noqa: E402
-from ansible_collections.rankzero.inference.plugins.module_utils import observation  # noqa: E402
+from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.rankzero.inference.plugins.module_utils import observation
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "replica": {"type": "str", "required": True},

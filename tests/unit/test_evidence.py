@@ -195,7 +195,8 @@ def test_no_state_yet_is_starting() -> None:
 
 def test_state_of_another_revision_is_not_this_run() -> None:
     observation = observed()
-    observation["state"].update(fingerprint="f0", stage="failed", launches=[{"name": "engine", "pid": 10, "started_at": 1, "exit": {"code": 1, "signal": None}}])
+    observation["state"].update(fingerprint="f0", stage="failed")
+    observation["state"].update(launches=[{"name": "engine", "pid": 10, "started_at": 1, "exit": {"code": 1, "signal": None}}])
     assert judge(observation)["stage"] == "starting"
 
 
