@@ -722,7 +722,7 @@ def test_a_signal_does_not_reach_a_later_process_of_the_same_pid():
 
 
 def test_an_engine_that_ignores_sigterm_leaves_its_sidecars_time_to_end(revision):
-    obedient = 'trap "echo told > $1; exit 0" TERM; while :; do sleep 0.05; done'
+    obedient = 'trap "sleep 0.12; echo told > $1; exit 0" TERM; while :; do sleep 0.05; done'
     revision.write([shell("head", obedient, revision.root / "told"), shell("engine", 'trap "" TERM; echo $$ > $1; while :; do sleep 0.05; done',
                                                                            revision.root / "pid")], stop_seconds=1)
     process = revision.start()
