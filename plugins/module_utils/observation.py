@@ -26,6 +26,7 @@ PATIENCE_SECONDS = 2.0
 """A service that was just started may need this long until its state.json is there."""
 
 HEALTH_SECONDS = 10.0
+LEADER_SECONDS = 1.0
 GENERATION_SECONDS = 60.0
 DEVICES_SECONDS = 20
 LOG_READ_LINES = 2000
@@ -190,6 +191,13 @@ class Observer:
             answers["generation"] = self._generate(ready, headers, str((state or {}).get("run_id")))
         return answers
 
+    def leader_serves(self, launch: Mapping[str, Any] | None) -> bool | None:
+        """Ask the leader's health path over the network, so that a follower learns of it within a look. Null says nothing: a firewall may be in the way."""
+        leader = _ready(launch).get("leader_health")
+        if not leader:
+            return None
+        return True if http_probe.request(leader["url"], leader["path"], timeout=LEADER_SECONDS)["status"] == 200 else None
+
     def _generate(self, ready: Mapping[str, Any], headers: Mapping[str, str], run_id: str) -> dict[str, Any] | None:
         if not ready.get("probe_path"):
             return None
@@ -235,7 +243,7 @@ class Observer:
     def _devices(self, launch: Mapping[str, Any]) -> dict[str, Any] | None:
         """Ask the engine's build for its devices with exactly the environment of the shard, less its secrets.
 
-        Done in the shard's working directory: ggml loads libraries from the current one.
+        Done in the revision's directory, which belongs to root: ggml loads libraries from the current one.
         """
         command = _ready(launch).get("devices_command")
         if not command:
@@ -245,7 +253,7 @@ class Observer:
         try:
             code, text, errors = self._run_command(
                 ["env", *dropped, "timeout", "-k", "2", str(DEVICES_SECONDS), command["path"], *command["args"]],
-                environ_update=wanted, cwd=_existing(launch["paths"]["work_dir"]), handle_exceptions=False)
+                environ_update=wanted, cwd=_existing(self.places.revision), handle_exceptions=False)
         except (OSError, ValueError) as error:
             return {"lines": [], "error": str(error)}
         if code != 0:
@@ -264,19 +272,27 @@ def watch(observer: Observer, wanted: Watch) -> tuple[dict[str, Any], dict[str, 
     while True:
         elapsed = time.monotonic() - began
         observation = observer.look(patience=wanted.hold_seconds > 0 and elapsed < PATIENCE_SECONDS)
-        if _serving(observation, wanted):
+        if _serving(observation, wanted.leader_serving):
             serving_since = serving_since or observation["now"]
         else:
             serving_since = None
         observation.update(leader_serving=wanted.leader_serving, serving_since=serving_since,
                            wanted={"fingerprint": wanted.fingerprint, "rank": wanted.rank, "run_id": wanted.run_id})
-        verdict = evidence.judge(observation)
+        verdict = _with_leader(observer, observation, evidence.judge(observation))
         if verdict["failed"]:
             observation = observer.explain(observation, verdict)
             return observation, log_signatures.mask(evidence.judge(observation), observer.secrets)
         if verdict["ready"] or verdict["stage"] != wanted.since_stage or time.monotonic() - began >= wanted.hold_seconds:
             return observation, log_signatures.mask(verdict, observer.secrets)
         time.sleep(max(PERIOD_SECONDS, time.monotonic() - began - elapsed))
+
+
+def _with_leader(observer: Observer, observation: Mapping[str, Any], verdict: dict[str, Any]) -> dict[str, Any]:
+    """The verdict if the leader is seen to serve, where that makes a follower ready. It never makes one fail: an old leader may still be ending."""
+    if verdict["ready"] or verdict["failed"] or observation["leader_serving"] or not observer.leader_serves(observation["launch"]):
+        return verdict
+    better = evidence.judge({**observation, "leader_serving": True, "serving_since": observation["now"]})
+    return better if better["ready"] else verdict
 
 
 def report(where: Places, seen: Mapping[str, Any], verdict: Mapping[str, Any]) -> dict[str, Any]:
@@ -323,10 +339,10 @@ def _write_mark(path: str, seen: Mapping[str, Any], verdict: Mapping[str, Any]) 
     return True
 
 
-def _serving(observation: Mapping[str, Any], wanted: Watch) -> bool:
+def _serving(observation: Mapping[str, Any], leader_serving: bool | None) -> bool:
     if _ready(observation["launch"]).get("serves_http"):
         return ((observation["http"] or {}).get("health") or {}).get("status") == 200
-    return bool(wanted.leader_serving)
+    return bool(leader_serving)
 
 
 def _ready(launch: Mapping[str, Any] | None) -> Mapping[str, Any]:

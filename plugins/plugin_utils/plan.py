@@ -363,8 +363,16 @@ def _has_shard(request: Request, name: str, replica: str) -> bool:
 
 
 def _url(shard: Shard) -> str:
-    host = shard.address if shard.http_host in ("0.0.0.0", "::") else shard.http_host
-    return "http://%s:%d" % ("[%s]" % host if ":" in host else host, shard.http_port)
+    return _http(shard.address if shard.http_host in ("0.0.0.0", "::") else shard.http_host, shard.http_port)
+
+
+def _leader_url(shard: Shard) -> str:
+    """Where a follower finds the leader's HTTP server."""
+    return _http(shard.leader_address if shard.http_host in ("0.0.0.0", "::", shard.address) else shard.http_host, shard.http_port)
+
+
+def _http(host: str, port: int) -> str:
+    return "http://%s:%d" % ("[%s]" % host if ":" in host else host, port)
 
 
 def _planned_shard(one: Rank, shard: Shard, profile: Profile, engine: Engine, env: Environment, request: Request, findings: Findings) -> dict[str, t.Any]:
@@ -413,7 +421,8 @@ def _ready(one: Rank, shard: Shard, profile: Profile, engine: Engine, serves: bo
         "expect_models": engine.expected_models(profile) if serves else [], "probe_path": engine.probe_path, "probe_model": profile.served_model_name,
         "key_secret": "api_key" if serves and shard.has_key else None, "key_protects": engine.key_protects if serves and shard.has_key else None,
         "gpu_evidence": not profile.on_cpu, "falls_back_to_cpu": engine.falls_back_to_cpu, "devices_command": {"path": devices[0], "args": list(devices[1])} if devices else None,
-        "accepts_on_port": engine.accepts_on_port(shard), "budget_seconds": profile.ready_timeout,
+        "accepts_on_port": engine.accepts_on_port(shard), "budget_seconds": profile.ready_timeout, "warmup_503": engine.warmup_503,
+        "leader_health": None if one.rank == 0 else {"url": _leader_url(shard), "path": engine.health_path},
     }
 
 

@@ -77,7 +77,10 @@ class Engine:
     probe_path = "/v1/chat/completions"
     key_protects: str | None = "/v1/chat/completions"   # asked without the key, it must answer 401
     program_files: tuple[str, ...] = ()  # files of roles/replica/files that go into the revision
+    warmup_503 = True                   # answers 503 while it loads or warms up; otherwise a 503 is a failure
     heads_divide = True                 # attention heads must divide by TP
+    data_parallel = False               # has replicas of its own inside of one replica (dp)
+    distributed: tuple[str, ...] = ("mp",)      # ways to run over several nodes, of mp and ray
     quantizations: t.Mapping[str, int] = {}
     grammar = Grammar({})
     owned: t.Mapping[str, str] = {}      # canonical option -> where its value comes from
@@ -85,8 +88,16 @@ class Engine:
 
     def validate(self, profile: Profile, where: str, findings: Findings) -> None:
         """Everything about a profile that can be judged without a host. Adapters extend it."""
+        self._validate_parallelism(profile, where, findings)
         self._validate_arguments(profile, where, findings)
         self._validate_positionals(profile, where, findings)
+
+    def _validate_parallelism(self, profile: Profile, where: str, findings: Findings) -> None:
+        """A field that the engine's launches would silently ignore is a fault."""
+        if profile.dp > 1 and not self.data_parallel:
+            findings.fault("%s.dp" % where, profile.dp, "1: %s has no data parallelism" % self.name, "Deploy several replicas instead.")
+        if profile.distributed not in self.distributed:
+            findings.fault("%s.distributed" % where, profile.distributed, "one of %s for %s" % (", ".join(self.distributed), self.name))
 
     def _validate_arguments(self, profile: Profile, where: str, findings: Findings) -> None:
         """Owned and code-executing options are found as the engine's own parser would find them."""
@@ -98,10 +109,15 @@ class Engine:
                 findings.fault(field, spelled.text, "no %s" % spelled.option, "It %s." % self.refused[spelled.option])
 
     def _validate_positionals(self, profile: Profile, where: str, findings: Findings) -> None:
-        """A bare C(--) would turn the plan's own options, which come last, into positionals."""
+        """A bare C(--) would turn the plan's own options, which come last, into positionals; a word that no option takes is one (a second model)."""
+        before = "--option=value"
         for position, text in enumerate(profile.args):
+            field = "%s.args[%d]" % (where, position)
             if text == "--":
-                findings.fault("%s.args[%d]" % (where, position), text, "options only", "Remove it: the plan's own options follow the profile's.")
+                findings.fault(field, text, "options only", "Remove it: the plan's own options follow the profile's.")
+            elif not text.startswith("-") and before.startswith("-") and "=" in before:
+                findings.fault(field, text, "an option such as --max-model-len before it", "No option takes this word, so the engine would take it for a model.")
+            before = text
 
     def serves_http(self, profile: Profile, rank: int) -> bool:
         return rank == 0

@@ -453,7 +453,7 @@ class CommandLine:
         variables.update({name: SECRET_MASK for name in launch.secret_env if not is_unsafe(name)})
         assignments = [f"{name}={quoted(value)}" for name, value in sorted(variables.items())]
         command = " ".join(shlex.quote(word) for word in (launch.path, *launch.args))
-        return f"cd {shlex.quote(shard.work_dir)} && " + " \\\n  ".join(["env -i", *assignments, command])
+        return f"cd {shlex.quote(shard.directory)} && " + " \\\n  ".join(["env -i", *assignments, command])
 
 
 def quoted(value: str) -> str:
@@ -1065,10 +1065,10 @@ class Children:
         if self._prctl is None or self._prctl(PR_SET_CHILD_SUBREAPER, 1) != 0:
             log("orphans of the launches cannot be adopted here (prctl): they are found by their environment only")
 
-    def spawn(self, launch: Launch, environment: Mapping[bytes, bytes], work_dir: str) -> Started:
+    def spawn(self, launch: Launch, environment: Mapping[bytes, bytes], directory: str) -> Started:
         """Start a launch in a session of its own, so that no terminal's or group's signal reaches it past us. Raises OSError."""
         process = subprocess.Popen(
-            [encode(word) for word in (launch.path, *launch.args)], env=environment, cwd=encode(work_dir), stdin=subprocess.DEVNULL,
+            [encode(word) for word in (launch.path, *launch.args)], env=environment, cwd=encode(directory), stdin=subprocess.DEVNULL,
             start_new_session=True, close_fds=True, preexec_fn=self._tie_to_parent(),  # noqa: PLW1509 (one thread)
         )
         started = Started(launch, process, round(time.time(), 3))
@@ -1211,7 +1211,7 @@ class Run:
         self._look()
         try:
             environment = complete_environment(shard, launch, self._children.marker, self._credentials)
-            started = self._children.spawn(launch, environment, shard.work_dir)
+            started = self._children.spawn(launch, environment, shard.directory)
         except Refusal as refusal:
             raise RunOver(End(f"launch {launch.name}: {refusal.text}", refusal.code, launch.name)) from None
         except OSError as error:
