@@ -125,7 +125,7 @@ def prepare(engine: str) -> tuple[str, fleet.Fleet]:
     """The fleet for the wanted engine; where the real one cannot run, the simulator, said plainly."""
     DEMO.mkdir(exist_ok=True)
     model = DEMO / "tiny.gguf"
-    if not model.exists():
+    if engine == "llamacpp" and not model.exists():
         say("Making a tiny random model ...")
         tiny_models.write_gguf_pair(DEMO)
     key_file = DEMO / "api_key"
@@ -142,7 +142,15 @@ def prepare(engine: str) -> tuple[str, fleet.Fleet]:
             return engine, hosts
         say(f"The prebuilt llama-server cannot be used on this machine: {problem}.")
         say("The demo goes on with the simulator: the same playbook, four simulated GPU ranks, no real model.")
-    return "sim", sim_fleet(model, key_file, build_library())
+    return "sim", sim_fleet(pretend_model(), key_file, build_library())
+
+
+def pretend_model() -> pathlib.Path:
+    """What the simulator is given as a model: a directory with a configuration that the plan can check, and no weights."""
+    directory = DEMO / "pretend-model"
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "num_attention_heads": 64, "num_hidden_layers": 80, "torch_dtype": "bfloat16"}))
+    return directory
 
 
 def build_library() -> pathlib.Path:

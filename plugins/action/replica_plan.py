@@ -51,7 +51,7 @@ class ActionModule(ActionBase):
             display.display(plan_text({**plan, "faults": []}) if plan["faults"] else plan_text(plan))
         if plan["faults"]:
             faults = [Fault(**fault) for fault in plan["faults"]]
-            return {"failed": True, "plan": plan, "faults": plan["faults"], "msg": report(faults, "The plan is refused, and nothing was changed. Faults")}
+            return {"failed": True, "faults": plan["faults"], "msg": report(faults, "The plan is refused, and nothing was changed. Faults")}
         return {"changed": False, "plan": plan, "planned_at": time.time()}
 
     def _plan(self, arguments: dict[str, t.Any], task_vars: t.Any) -> dict[str, t.Any]:

@@ -81,9 +81,15 @@ EXAMPLES = r"""
 """
 
 RETURN = r"""
+faults:
+  description: What keeps the replica from being deployed, over all hosts. O(plan_file) has the whole plan, too.
+  returned: when the plan is refused
+  type: list
+  elements: dict
+  sample: [{host: gpu-b, rank: 1, field: gpus, seen: "6 free of 8", wanted: 8 GPUs of class H100, hint: Free the GPUs}]
 plan:
-  description: The plan. With faults it has no shards.
-  returned: always
+  description: The plan.
+  returned: success
   type: dict
   contains:
     fingerprint:
@@ -105,11 +111,6 @@ plan:
       description: What an operator should know, in the shape of faults.
       type: list
       elements: dict
-    faults:
-      description: What keeps the replica from being deployed.
-      type: list
-      elements: dict
-      sample: [{host: gpu-b, rank: 1, field: gpus, seen: "6 free of 8", wanted: 8 GPUs of class H100, hint: Free the GPUs}]
 planned_at:
   description: Controller time of the plan in seconds since the epoch; deadlines count from it.
   returned: success
