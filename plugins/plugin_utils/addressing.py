@@ -50,7 +50,7 @@ def addresses_of(interface: t.Mapping[str, t.Any]) -> list[ipaddress.IPv4Interfa
 def usable(interface: t.Mapping[str, t.Any]) -> list[str]:
     """The routable addresses of an interface that is up and can lead to another host; IPv4 first."""
     name = str(interface.get("name") or "")
-    if not interface.get("up") or interface.get("master") or name.startswith(_LOCAL_PREFIXES):
+    if not interface.get("up") or interface.get("carrier") is False or interface.get("master") or name.startswith(_LOCAL_PREFIXES):
         return []
     found = [item.ip for item in addresses_of(interface) if not (item.ip.is_link_local or item.ip.is_loopback)]
     return [str(address) for address in sorted(found, key=lambda address: address.version)]
@@ -70,17 +70,24 @@ def choose(facts: t.Mapping[str, t.Any], *, host: str, rank: int, explicit: str 
 
 
 def _explicit(interfaces: list[t.Any], wanted: str, host: str, rank: int, findings: Findings) -> Endpoint | None:
-    address = _parse_ip(wanted)
+    address = parse_ip(wanted)
     if address is None:
         findings.fault("replica_address", wanted, "an IP address of this host", host=host, rank=rank)
         return None
+    if address.version == 6 and address.is_link_local:
+        findings.fault("replica_address", wanted, "a routable address", "A link-local address means something else on every interface (it needs a scope).", host=host, rank=rank)
+        return None
     for interface in interfaces:
-        for item in addresses_of(interface):
-            if item.ip == address or (address.is_loopback and address in item.network):
-                return Endpoint(interface["name"], str(address), "replica_address of this host")
-    findings.fault("replica_address", wanted, "an address that one of the host's interfaces has",
+        if holds(interface, address) and interface.get("up") is not False:
+            return Endpoint(interface["name"], str(address), "replica_address of this host")
+    findings.fault("replica_address", wanted, "an address that one of the host's interfaces has, and that is up",
                    "The host has %s." % _listed(interfaces), host=host, rank=rank)
     return None
+
+
+def holds(interface: t.Mapping[str, t.Any], address: IPAddress) -> bool:
+    """Whether a program can listen at C(address) through this interface; of a loopback network that is every address (127.0.0.2)."""
+    return any(item.ip == address or (address.is_loopback and address in item.network) for item in addresses_of(interface))
 
 
 def _managed(interfaces: list[t.Any], management: str, host: str, rank: int, findings: Findings) -> Endpoint | None:
@@ -116,7 +123,7 @@ def _by_name(interfaces: list[t.Any], name: str, host: str, rank: int, findings:
 
 def _towards(facts: t.Mapping[str, t.Any], interfaces: list[t.Any], leader: str, host: str, rank: int, findings: Findings) -> Endpoint | None:
     """The device of C(ip route get <leader>), from the facts: longest prefix, then metric."""
-    target = _parse_ip(leader)
+    target = parse_ip(leader)
     route = best_route(facts, target) if target else None
     if target is None or route is None:
         findings.fault("routes", "no route to the leader's address %s" % leader, "an interface that leads to the leader",
@@ -136,12 +143,20 @@ def best_route(facts: t.Mapping[str, t.Any], target: IPAddress) -> str | None:
     """The interface that the route table sends C(target) to."""
     best: tuple[int, int, str] | None = None
     for route in facts.get("routes") or ():
-        network = _parse_network(str(route.get("destination")))
+        network = _parse_network(_destination(route, target))
         if network is None or network.version != target.version or target not in network:
             continue
         key = (-network.prefixlen, int(route.get("metric") or 0), str(route.get("interface")))
         best = key if best is None or key < best else best
     return best[2] if best else None
+
+
+def _destination(route: t.Mapping[str, t.Any], target: IPAddress) -> str:
+    """A route's network as CIDR: people write C(default), and a host without a length."""
+    text = str(route.get("destination"))
+    if text == "default":
+        return "::/0" if target.version == 6 else "0.0.0.0/0"
+    return text if "/" in text else "%s/%d" % (text, target.max_prefixlen)
 
 
 def _own(facts: t.Mapping[str, t.Any], interfaces: list[t.Any], host: str, rank: int, single_node: bool, findings: Findings) -> Endpoint | None:
@@ -162,11 +177,11 @@ def _own(facts: t.Mapping[str, t.Any], interfaces: list[t.Any], host: str, rank:
 
 def loopback_name_warning(facts: t.Mapping[str, t.Any]) -> str | None:
     """Gloo's fall-back resolves the own host name; on Debian that is 127.0.1.1 and remote ranks cannot connect (vllm#7074)."""
-    resolved = [address for address in map(_parse_ip, facts.get("hostname_resolves_to") or ()) if address]
+    resolved = [address for address in map(parse_ip, facts.get("hostname_resolves_to") or ()) if address]
     return ", ".join(map(str, resolved)) if resolved and all(address.is_loopback for address in resolved) else None
 
 
-def _parse_ip(text: str) -> IPAddress | None:
+def parse_ip(text: str) -> IPAddress | None:
     try:
         return ipaddress.ip_address(text)
     except ValueError:
@@ -174,8 +189,6 @@ def _parse_ip(text: str) -> IPAddress | None:
 
 
 def _parse_network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
-    if text == "default":
-        text = "0.0.0.0/0"
     try:
         return ipaddress.ip_network(text, strict=False) if "/" in text else None
     except ValueError:

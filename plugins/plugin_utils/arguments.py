@@ -3,8 +3,8 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
 """Reading an operator's free-form engine arguments the way the engine's own parser would.
 
-Matching strings is not enough: argparse accepts C(--flag=value) and unique prefixes, vLLM also accepts underscores and dotted options, and
-one-letter options may be glued to their value. A L(Grammar) says what an engine's parser accepts; L(find) lists which known options the
+Matching strings is not enough: argparse accepts C(--flag=value) and unique prefixes (of C(-tp) too, whatever allow_abbrev says), vLLM also
+accepts underscores and dotted options, and one-letter options may be glued to their value. A L(Grammar) says what an engine's parser accepts; L(find) lists which known options the
 arguments spell, so that those which the plan owns or which execute code can be refused with the reason.
 """
 
@@ -20,11 +20,14 @@ class Grammar:
 
     C(options): every spelling of every option that matters (C(--port), C(-tp)) -> its canonical name.
     C(every_long): all long options of the parser, needed to expand unique prefixes; empty where prefixes are not accepted.
-    C(underscores): C(--a_b) means C(--a-b).  C(equals): C(--a=b) is accepted.  C(dotted): C(--a.b.c) belongs to C(--a).
+    C(every_short): all options of one dash, where they may be cut short (argparse); empty where they may not.
+    C(underscores): C(--a_b) means C(--a-b).  C(dotted): C(--a.b.c) belongs to C(--a).  C(glued_shorts): C(-q5) means C(-q 5).
+    C(equals): C(--a=b) is accepted. Where it is not the parser refuses the word; it still counts as the option that was meant.
     """
 
     options: t.Mapping[str, str]
     every_long: frozenset[str] = frozenset()
+    every_short: frozenset[str] = frozenset()
     underscores: bool = False
     equals: bool = True
     dotted: bool = False
@@ -54,9 +57,9 @@ def canonical(text: str, grammar: Grammar) -> str | None:
     """The canonical option that one argument spells, or None where it spells none of those in C(grammar.options)."""
     if not text.startswith("-") or text in ("-", "--"):
         return None
+    word = text.split("=", 1)[0]
     if not text.startswith("--"):
-        return _short(text, grammar)
-    word = text.split("=", 1)[0] if grammar.equals else text
+        return _short(word, grammar)
     if grammar.dotted:
         word = word.split(".", 1)[0]
     if grammar.underscores:
@@ -65,15 +68,22 @@ def canonical(text: str, grammar: Grammar) -> str | None:
         return grammar.options[word]
     if word in grammar.every_long:
         return None
-    meant = sorted({grammar.options.get(long, long) for long in grammar.every_long | set(grammar.options) if long.startswith(word)}) if grammar.every_long else []
-    # An ambiguous prefix is refused by the parser itself; here it counts as soon as one of its meanings is an option that matters.
-    return next((option for option in meant if option in grammar.options.values()), None)
+    return _cut_short(word, grammar.every_long, grammar)
 
 
-def _short(text: str, grammar: Grammar) -> str | None:
-    word = text.split("=", 1)[0] if grammar.equals else text
+def _cut_short(word: str, every: frozenset[str], grammar: Grammar) -> str | None:
+    """The option that a prefix means. An ambiguous one is refused by the parser itself; here it counts as soon as one of its meanings matters."""
+    if not every:
+        return None
+    meant = {grammar.options.get(name) for name in every | set(grammar.options) if name.startswith(word)}
+    return min((option for option in meant if option is not None), default=None)
+
+
+def _short(word: str, grammar: Grammar) -> str | None:
     if word in grammar.options:
         return grammar.options[word]
-    if grammar.glued_shorts and len(word) > 2 and word[:2] in grammar.options:
+    if word in grammar.every_short:
+        return None
+    if grammar.glued_shorts and word[:2] in grammar.options:
         return grammar.options[word[:2]]
-    return None
+    return _cut_short(word, grammar.every_short, grammar)

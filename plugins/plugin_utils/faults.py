@@ -9,12 +9,13 @@ import dataclasses
 import re
 import typing as t
 
-_NUMBER = re.compile(r"(\d+)")
+_NUMBER = re.compile(r"([0-9]+)")
 
 
-def natural_key(text: str) -> list[t.Any]:
-    """Sort key under which C(gpu2) comes before C(gpu10): runs of digits count as numbers."""
-    return [int(part) if part.isdigit() else part.lower() for part in _NUMBER.split(text)] + [text]
+def natural_key(text: str) -> tuple[t.Any, ...]:
+    """Sort key under which C(gpu2) comes before C(gpu10): runs of digits count as numbers. Any two texts can be compared."""
+    parts = _NUMBER.split(text)             # text and numbers take turns, so equal positions have equal types
+    return tuple(int(part) if position % 2 else part.lower() for position, part in enumerate(parts)), text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Fault:
         return "%s. %s" % (line, self.hint) if self.hint else line
 
     def sort_key(self) -> tuple[t.Any, ...]:
-        return (self.host is not None, natural_key(self.host or ""), -1 if self.rank is None else self.rank, self.field, self.seen, self.wanted)
+        return (self.host is not None, natural_key(self.host or ""), -1 if self.rank is None else self.rank, self.field, self.seen, self.wanted, self.hint)
 
 
 class Findings:

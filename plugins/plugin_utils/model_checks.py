@@ -29,6 +29,7 @@ def check(ranks: t.Sequence[Rank], profile: Profile, engine: Engine, findings: F
     _check_same_files(ranks, profile, engine, findings)
     _check_heads(ranks, profile, engine, findings)
     _check_capability(ranks, profile, engine, findings)
+    _check_memory(ranks, profile, engine, findings)
 
 
 def _paths(profile: Profile) -> list[tuple[str, str]]:
@@ -68,14 +69,20 @@ def _check_same_files(ranks: t.Sequence[Rank], profile: Profile, engine: Engine,
 def _config(ranks: t.Sequence[Rank], profile: Profile) -> t.Mapping[str, t.Any]:
     for one in ranks:
         config = (one.facts["models"].get(profile.model_path) or {}).get("config")
-        if isinstance(config, t.Mapping):
+        if isinstance(config, t.Mapping) and config:
             return config
     return {}
 
 
+def _language_config(config: t.Mapping[str, t.Any]) -> t.Mapping[str, t.Any]:
+    """A multimodal model's language part has its attention heads."""
+    part = config.get("text_config")
+    return part if "num_attention_heads" not in config and isinstance(part, t.Mapping) else config
+
+
 def _check_heads(ranks: t.Sequence[Rank], profile: Profile, engine: Engine, findings: Findings) -> None:
-    heads = _config(ranks, profile).get("num_attention_heads")
-    if engine.heads_divide and isinstance(heads, int) and heads % profile.tp:
+    heads = _language_config(_config(ranks, profile)).get("num_attention_heads")
+    if engine.heads_divide and not profile.on_cpu and isinstance(heads, int) and heads % profile.tp:
         findings.fault("tp", profile.tp, "a divisor of the model's %d attention heads" % heads, "vLLM and SGLang split heads evenly over the tensor parallel group.")
 
 
@@ -85,9 +92,10 @@ def wanted_quantizations(ranks: t.Sequence[Rank], profile: Profile, engine: Engi
     if profile.quantization:
         found.append(("quantization", profile.quantization))
     found += [("args", name) for name in engine.quantization_arguments(profile)]
-    method = (_config(ranks, profile).get("quantization_config") or {}).get("quant_method")
-    if method:
-        found.append(("config.json", str(method)))
+    quantized = _config(ranks, profile).get("quantization_config")
+    method = quantized.get("quant_method") if isinstance(quantized, t.Mapping) else None
+    if isinstance(method, str) and method:
+        found.append(("config.json", method))
     return found
 
 
@@ -108,6 +116,22 @@ def _check_capability(ranks: t.Sequence[Rank], profile: Profile, engine: Engine,
                 elif have < minimum:
                     findings.fault(where, "%s with compute capability %s" % (label, quantization.written(have)), "%s or newer for quantization %s" % (quantization.written(minimum), name),
                                    "Take newer GPUs or another quantization.", host=one.host.name, rank=one.rank)
+
+
+def _check_memory(ranks: t.Sequence[Rank], profile: Profile, engine: Engine, findings: Findings) -> None:
+    """A GPU that is smaller than what the gate waits for can never prove its shard; one that is smaller than its weights rarely loads them."""
+    for one in ranks:
+        wanted = expected_mib(one, profile, engine)
+        for gpu in one.gpus:
+            total = gpu["memory"].get("total_mib")
+            if total is None or wanted <= total:
+                continue
+            seen = "GPU %s with %d MiB" % (gpu.get("index"), total)
+            if profile.gpu_memory_min_mib:
+                findings.fault("gpu_memory_min_mib", seen, "at least %d MiB" % wanted, "Readiness would never be proven: lower gpu_memory_min_mib.", host=one.host.name, rank=one.rank)
+            else:
+                findings.warn("model_path", seen, "at least %d MiB, the GPU's part of the weights" % wanted, "Spread the model over more GPUs, unless the engine offloads.",
+                              host=one.host.name, rank=one.rank)
 
 
 def gpu_details(one: Rank, profile: Profile, engine: Engine) -> list[dict[str, t.Any]]:

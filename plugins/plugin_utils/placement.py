@@ -18,10 +18,12 @@ Gpu = t.Mapping[str, t.Any]
 
 # A bare context of a display server or of a monitoring agent; what holds more is in somebody's use.
 FOREIGN_TOLERANCE_MIB = 64
+# Memory that no listed process explains: the driver's own on an idle GPU is well below, a process in somebody's container well above.
+UNATTRIBUTED_TOLERANCE_MIB = 1024
 _DISTANCE = {"PIX": 0, "PXB": 1, "NV": 1, "PHB": 2, "NODE": 3, "SYS": 4}
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Candidate:
     """A host of the pool: its facts, the GPUs that are free for this replica, and what speaks against taking it."""
 
@@ -32,8 +34,8 @@ class Candidate:
     stated_rank: int | None = None
     current_rank: int | None = None
 
-    def problem(self, field: str, seen: t.Any, wanted: str, hint: str = "") -> None:
-        self.problems.append(Fault(self.host, self.stated_rank, field, shown(seen), wanted, hint))
+    def problem(self, field: str, seen: str, wanted: str, hint: str = "") -> None:
+        self.problems.append(Fault(self.host, self.stated_rank, field, seen, wanted, hint))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +54,13 @@ def of_class(gpu: Gpu, gpu_class: str) -> bool:
 
 
 def gpu_type(gpu: Gpu) -> tuple[t.Any, ...]:
-    """What must be equal over all GPUs of a replica: model, memory size (MiB), compute capability."""
+    """What must be equal over all GPUs of a replica: model, memory size (MiB), compute capability. None where it is unknown."""
     return (gpu.get("model"), gpu["memory"].get("total_mib"), gpu.get("compute_capability"))
+
+
+def differ(one: tuple[t.Any, ...], other: tuple[t.Any, ...]) -> bool:
+    """True where two types cannot be the same: what is unknown of either lets it through."""
+    return any(part is not None and same is not None and part != same for part, same in zip(one, other))
 
 
 def described(kind: tuple[t.Any, ...]) -> str:
@@ -64,7 +71,7 @@ def examine(host: str, facts: Facts, profile: Profile, replica: str, stated_rank
     """Everything about one host that decides whether it can carry a shard of this profile."""
     shard = facts["shards"].get(replica) or {}
     rank = shard.get("rank")
-    candidate = Candidate(host, facts, stated_rank=stated_rank, current_rank=rank if isinstance(rank, int) and rank < profile.nodes else None)
+    candidate = Candidate(host, facts, stated_rank=stated_rank, current_rank=rank if rank is not None and rank < profile.nodes else None)
     cordoned = facts.get("cordoned")
     if cordoned:
         candidate.problem("cordoned", "cordoned by %s: %s" % (cordoned.get("by"), cordoned.get("reason")), "a host that is not cordoned", "Undrain the host, or take another.")
@@ -80,7 +87,7 @@ def _examine_gpus(candidate: Candidate, profile: Profile, replica: str) -> None:
         candidate.problem("drivers.nvidia", "%s: %s" % (driver.get("state"), driver.get("message") or ""), "a working NVIDIA driver that pynvml can ask", str(driver.get("hint") or ""))
     refused = []
     for gpu in gpus:
-        reason = why_not(gpu, profile, replica)
+        reason = why_not(gpu, profile, replica) or _given_away(gpu, candidate.facts["shards"], replica)
         if reason is None:
             candidate.free.append(gpu)
         else:
@@ -109,6 +116,17 @@ def why_not(gpu: Gpu, profile: Profile, replica: str) -> str | None:
     return None
 
 
+def _given_away(gpu: Gpu, shards: t.Mapping[str, Facts], replica: str) -> str | None:
+    """What holds no memory just now may still be somebody's: another deployed replica starts again at boot, and a container's processes are not listed."""
+    for name, shard in sorted(shards.items()):
+        if name != replica and gpu["uuid"] in shard["gpus"]:
+            return "is given to shard %s/%s, which is deployed here" % (name, "?" if shard["rank"] is None else shard["rank"])
+    hidden = gpu["memory"]["unattributed_mib"]
+    if hidden is not None and hidden > UNATTRIBUTED_TOLERANCE_MIB and gpu["uuid"] not in (shards.get(replica) or {}).get("gpus", ()):
+        return "has %d MiB held by processes that the host does not list (in a container, or of another user)" % hidden
+    return None
+
+
 def is_foreign(process: t.Mapping[str, t.Any], replica: str) -> bool:
     """True for a process of somebody else that holds more than a bare context of a display, or an unknown amount."""
     shard = process.get("shard")
@@ -127,36 +145,58 @@ def _holder(process: t.Mapping[str, t.Any]) -> str:
     return "pid %s %s of %s (%s)" % (process.get("pid"), process.get("name") or "", process.get("user") or "unknown user", amount)
 
 
-def place(candidates: t.Sequence[Candidate], profile: Profile, replica: str, leader: str | None, wanted_fabric: t.Sequence[str], findings: Findings) -> Placement | None:
-    """Choose the hosts, give them ranks and GPUs. Returns None with faults where that cannot be done without guessing."""
+def place(candidates: t.Sequence[Candidate], profile: Profile, replica: str, leader: str | None, wanted_fabric: t.Sequence[str], findings: Findings,
+          named_fabrics: t.Mapping[str, t.Any] | None = None) -> Placement | None:
+    """Choose the hosts, give them ranks and GPUs. Returns None with faults where that cannot be done without guessing.
+
+    C(wanted_fabric): what C(replica_fabric) says, empty to derive.  C(named_fabrics): C(replica_fabrics).
+    """
     pool = sorted(candidates, key=lambda candidate: natural_key(candidate.host))
     good = [candidate for candidate in pool if not candidate.problems]
-    if len(pool) <= profile.nodes:
-        _fault_all(pool, findings)
     if len(pool) < profile.nodes:
+        _fault_all(pool, findings)
         findings.fault("replica_hosts", "%d hosts: %s" % (len(pool), ", ".join(candidate.host for candidate in pool) or "none"), "%d hosts (nodes of the profile)" % profile.nodes,
                        "Add hosts to the group, or run without --limit.")
         return None
-    if len(good) < profile.nodes:
-        if len(pool) > profile.nodes:
-            _fault_all(pool, findings)
-            findings.fault("replica_hosts", "%d of %d hosts can carry a shard" % (len(good), len(pool)), "%d hosts" % profile.nodes, "See the faults of the others.")
+    if len(good) < profile.nodes < len(pool):
+        _fault_all(pool, findings)
+        findings.fault("replica_hosts", "%d of %d hosts can carry a shard" % (len(good), len(pool)), "%d hosts" % profile.nodes, "See the faults of the others.")
         return None
-    chosen = _choose_hosts(good, profile, leader, wanted_fabric, findings)
-    if chosen is None:
-        return None
-    ranked = _rank(chosen, leader, findings)
+    # Where every host is needed, each gets its rank whatever speaks against it, so that all that is wrong with it is said at once.
+    every = len(pool) == profile.nodes
+    chosen = pool if every else _choose_hosts(_on_fabric(good, profile, wanted_fabric, named_fabrics or {}), profile, leader, wanted_fabric, findings)
+    ranked = _rank(chosen, leader, findings) if chosen is not None else None
     if ranked is None:
+        _fault_all(pool if every else [], findings)
         return None
-    gpus = {candidate.host: _pick_gpus(candidate, profile, replica, wanted_fabric) for candidate in ranked}
+    _fault_all(ranked, findings, ranked)
+    gpus = {candidate.host: _pick_gpus(candidate, profile, replica, _wanted_ports(candidate, wanted_fabric, named_fabrics or {})) for candidate in ranked}
     _check_one_type(ranked, gpus, findings)
     return Placement(tuple(candidate.host for candidate in ranked), gpus, _not_chosen(pool, ranked))
 
 
-def _fault_all(pool: t.Sequence[Candidate], findings: Findings) -> None:
+def _fault_all(pool: t.Sequence[Candidate], findings: Findings, ranked: t.Sequence[Candidate] = ()) -> None:
     for candidate in pool:
         for fault in candidate.problems:
-            findings.fault(fault.field, fault.seen, fault.wanted, fault.hint, host=fault.host, rank=fault.rank)
+            rank = ranked.index(candidate) if ranked else fault.rank
+            findings.fault(fault.field, fault.seen, fault.wanted, fault.hint, host=fault.host, rank=rank)
+
+
+def _on_fabric(good: list[Candidate], profile: Profile, wanted: t.Sequence[str], named: t.Mapping[str, t.Any]) -> list[Candidate]:
+    """Of a pool larger than needed, the hosts that have the fabric which the operator named; all of them where too few have it: the plan then says so."""
+    if len(good) == profile.nodes or profile.nodes == 1 or not wanted or list(wanted) == ["none"]:
+        return good
+    fitting = [candidate for candidate in good if _fabric_keys(candidate, wanted) or _wanted_ports(candidate, wanted, named)]
+    return fitting if len(fitting) >= profile.nodes else good
+
+
+def _wanted_ports(candidate: Candidate, wanted: t.Sequence[str], named: t.Mapping[str, t.Any]) -> set[t.Any]:
+    """Names of the HCAs whose ports the operator's fabric takes on this host; all usable ones where it names none."""
+    keys = [key for key in wanted if not key.startswith("nvl:")]
+    if not keys:
+        return {port["name"] for port in fabrics.usable_ports(candidate.facts)} if not wanted else set()
+    chosen = fabrics.choose(keys, named, {candidate.host: candidate.facts}, {}, {}, Findings())
+    return {port["name"] for port in chosen.ports.get(candidate.host) or ()}
 
 
 def _choose_hosts(good: list[Candidate], profile: Profile, leader: str | None, wanted_fabric: t.Sequence[str], findings: Findings) -> list[Candidate] | None:
@@ -171,7 +211,7 @@ def _choose_hosts(good: list[Candidate], profile: Profile, leader: str | None, w
     for candidate in good:
         kinds.setdefault(_kind(candidate, profile, wanted_fabric, by_fabric), []).append(candidate)
     enough = {kind: members for kind, members in kinds.items() if len(members) >= profile.nodes}
-    sticky = [members for members in enough.values() if any(member.current_rank is not None or member.host == leader for member in members)]
+    sticky = [members for members in enough.values() if any(member.current_rank is not None or member.stated_rank is not None or member.host == leader for member in members)]
     options = sticky if len(sticky) == 1 else list(enough.values())
     if len(options) != 1:
         listed = "; ".join("%s: %s" % (_kind_text(kind), ", ".join(member.host for member in members)) for kind, members in sorted(kinds.items(), key=str))
@@ -241,13 +281,12 @@ def _rank(chosen: list[Candidate], leader: str | None, findings: Findings) -> li
     return [by_rank[rank] for rank in range(nodes)]
 
 
-def _pick_gpus(candidate: Candidate, profile: Profile, replica: str, wanted_fabric: t.Sequence[str]) -> tuple[Gpu, ...]:
+def _pick_gpus(candidate: Candidate, profile: Profile, replica: str, ports: t.Collection[str]) -> tuple[Gpu, ...]:
     """The GPUs that the shard has now, if they still serve; else those nearest to the fabric's HCAs; else in PCI order. In PCI order at the end."""
     if profile.on_cpu:
         return ()
     current = set((candidate.facts["shards"].get(replica) or {}).get("gpus") or ())
     distances = candidate.facts["topology"].get("gpu_hca") or {}
-    ports = {port["name"] for port in fabrics.usable_ports(candidate.facts) if not wanted_fabric or set(wanted_fabric) & set(port["fabrics"])}
 
     def pci(gpu: Gpu) -> str:
         return str(gpu.get("pci_bdf") or "~")
@@ -264,11 +303,18 @@ def _check_one_type(ranked: list[Candidate], gpus: t.Mapping[str, tuple[Gpu, ...
     kinds = [(rank, candidate.host, gpu) for rank, candidate in enumerate(ranked) for gpu in gpus[candidate.host]]
     if not kinds:
         return
-    first = gpu_type(kinds[0][2])
-    for rank, host, gpu in kinds[1:]:
-        if gpu_type(gpu) != first:
-            findings.fault("gpus", "GPU %s is %s" % (gpu.get("index"), described(gpu_type(gpu))), "%s, as GPU %s of %s" % (described(first), kinds[0][2].get("index"), kinds[0][1]),
+    known: list[tuple[str, Gpu]] = []              # the GPUs that showed something first
+    for rank, host, gpu in kinds:
+        other = next((one for one in known if differ(gpu_type(one[1]), gpu_type(gpu))), None)
+        if other is not None:
+            findings.fault("gpus", "GPU %s is %s" % (gpu.get("index"), described(gpu_type(gpu))), "%s, as GPU %s of %s" % (described(gpu_type(other[1])), other[1].get("index"), other[0]),
                            "All GPUs of a replica are of one type. Set gpu_class, or take other hosts.", host=host, rank=rank)
+        elif gpu_type(gpu) not in [gpu_type(one[1]) for one in known]:
+            known.append((host, gpu))
+    told = [any(part is not None for part in parts) for parts in zip(*(gpu_type(gpu) for _rank, _host, gpu in kinds))]
+    for rank, host, gpu in kinds:
+        if any(part is None and elsewhere for part, elsewhere in zip(gpu_type(gpu), told)):
+            findings.warn("gpus", "GPU %s is %s" % (gpu.get("index"), described(gpu_type(gpu))), "its model, memory and compute capability", "What is unknown is let through.", host=host, rank=rank)
 
 
 def _not_chosen(pool: list[Candidate], ranked: list[Candidate]) -> dict[str, str]:
@@ -277,6 +323,6 @@ def _not_chosen(pool: list[Candidate], ranked: list[Candidate]) -> dict[str, str
     for candidate in pool:
         if candidate.host in chosen:
             continue
-        text = "; ".join("%s: %s" % (fault.field, fault.seen) for fault in candidate.problems)
+        text = "; ".join("%s: %s" % (fault.field, shown(fault.seen)) for fault in candidate.problems)
         reasons[candidate.host] = text or "not needed: %d other hosts fit and come first" % len(ranked)
     return reasons

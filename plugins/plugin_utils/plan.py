@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 import typing as t
 
 from ansible_collections.rankzero.inference.plugins.plugin_utils import addressing, engines, environment, fabric, host_facts, model_checks, placement, ports
@@ -15,12 +16,14 @@ from ansible_collections.rankzero.inference.plugins.plugin_utils import profile 
 from ansible_collections.rankzero.inference.plugins.plugin_utils.addressing import Endpoint
 from ansible_collections.rankzero.inference.plugins.plugin_utils.engines.base import Engine, Launch, Peer, Shard
 from ansible_collections.rankzero.inference.plugins.plugin_utils.environment import Environment
-from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings
+from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings, natural_key, shown
 from ansible_collections.rankzero.inference.plugins.plugin_utils.profile import Profile
-from ansible_collections.rankzero.inference.plugins.plugin_utils.values import NAME, Reader
+from ansible_collections.rankzero.inference.plugins.plugin_utils.values import NAME, Reader, unprintable
 
 SCHEMA = 1
 DEFAULT_HTTP_PORT = 8000
+_COMMENT = re.compile(r"\s[;#]")             # supervisord's parser cuts every value there, and has no quoting that prevents it
+_USER = re.compile(r"[A-Za-z_][A-Za-z0-9._-]{0,31}\Z")
 Facts = t.Mapping[str, t.Any]
 
 
@@ -86,12 +89,12 @@ def build_plan(request: Request) -> dict[str, t.Any]:
     profile = profiles.select(request.profile, request.profiles, findings)
     engine = engines.load(profile.engine, findings) if profile else None
     if profile and engine:
-        engine.validate(profile, "replica_profiles.%s" % profile.name, findings)
+        engine.validate(profile, profiles.location(request.profile), findings)
         engine.warnings(profile, findings)
-    _check_hosts(request, findings)
+    facts = _check_hosts(request, findings)
     plan = _empty_plan(replica, profile)
     if profile and engine and replica:
-        plan.update(_plan_hosts(request, options, replica, profile, engine, findings))
+        plan.update(_plan_hosts(request, options, replica, profile, engine, facts, findings))
     plan["warnings"] = [warning.as_dict() for warning in findings.warnings]
     plan["faults"] = [fault.as_dict() for fault in findings.faults]
     if plan["faults"]:
@@ -113,18 +116,33 @@ def _replica_name(name: t.Any, findings: Findings) -> str | None:
     return str(name)
 
 
-def _read_options(data: t.Mapping[str, t.Any], findings: Findings) -> Options:
+def _read_options(data: t.Any, findings: Findings) -> Options:
+    if not isinstance(data, t.Mapping):
+        findings.fault("options", data, "a mapping of the replica's variables")
+        data = {}
     read = Reader(data, "", findings)
     named = read.mapping("replica_fabrics")
     wanted = read.text("replica_fabric") or ""
-    return Options(
+    options = Options(
         fabric=tuple(part.strip() for part in wanted.split(",") if part.strip()), fabrics=named, leader=read.text("replica_leader"),
-        http_port=read.integer("replica_http_port", DEFAULT_HTTP_PORT, 1, 65535) or DEFAULT_HTTP_PORT, http_host=read.text("replica_http_host"),
+        http_port=read.integer("replica_http_port", DEFAULT_HTTP_PORT, 1, 65535) or DEFAULT_HTTP_PORT, http_host=_http_host(read),
         leader_port=read.integer("replica_leader_port", None, 1, 65535),
     )
+    read.refuse_unknown()
+    return options
 
 
-def _check_hosts(request: Request, findings: Findings) -> None:
+def _http_host(read: Reader) -> str | None:
+    """Engines take lists, names and socket files here; the gate needs one address that it can ask."""
+    text = read.text("replica_http_host")
+    address = addressing.parse_ip(text) if text else None
+    if text and address is None:
+        read.wrong("replica_http_host", text, "an IP address of the leader, 0.0.0.0 or ::")
+    return str(address) if address else None
+
+
+def _check_hosts(request: Request, findings: Findings) -> dict[str, dict[str, t.Any]]:
+    """Whether all hosts are there and can be looked at. Returns the facts, in the plan's shape, of those that have some."""
     if request.absent_hosts:
         findings.fault("hosts", "without %s" % ", ".join(sorted(request.absent_hosts)), "all hosts of the replica's group",
                        "A replica is planned as a whole: run without --limit, and outside of sliced jobs.")
@@ -133,23 +151,40 @@ def _check_hosts(request: Request, findings: Findings) -> None:
         if problem:
             findings.fault("inference_node", problem, "facts of schema %d" % host_facts.SCHEMA,
                            "Gather them with rankzero.inference.node_facts, or give them as the inventory variable inference_node.", host=host.name)
+        _check_place(host, findings)
+    return {host.name: _facts_of(host, findings) for host in request.hosts if not host_facts.problem(host.facts)}
 
 
-def _plan_hosts(request: Request, options: Options, replica: str, profile: Profile, engine: Engine, findings: Findings) -> dict[str, t.Any]:
+def _check_place(host: HostInput, findings: Findings) -> None:
+    """The directory and the user go into service files, so they must be what those can hold."""
+    bad = unprintable(host.root)
+    if bad or not host.root.startswith("/") or _COMMENT.search(host.root) or ".." in host.root.split("/"):
+        findings.fault("replica_root", host.root, "an absolute path without .., control characters, and ; or # after a space", host=host.name)
+    if host.user is not None and not _USER.match(host.user):
+        findings.fault("replica_user", host.user, "the name of a user: letters, digits, and . _ - after the first", host=host.name)
+
+
+def _facts_of(host: HostInput, findings: Findings) -> dict[str, t.Any]:
+    """The host's facts in the plan's shape. A value of another type is a fault that names its key, and then counts as unknown."""
+    def report(key: str, seen: t.Any, wanted: str) -> None:
+        findings.fault("inference_node.%s" % shown(key), seen, wanted, "Gather the facts anew, or correct the inventory variable inference_node.", host=host.name)
+    return host_facts.normalise(host.facts, report)
+
+
+def _plan_hosts(request: Request, options: Options, replica: str, profile: Profile, engine: Engine, facts: t.Mapping[str, dict[str, t.Any]], findings: Findings) -> dict[str, t.Any]:
     """Place the ranks, then everything that depends on where they are."""
-    known = [host for host in request.hosts if not host_facts.problem(host.facts)]
-    facts = {host.name: host_facts.normalise(host.facts) for host in known}
+    known = [host for host in request.hosts if host.name in facts]
     candidates = [placement.examine(host.name, facts[host.name], profile, replica, _stated_rank(host, findings)) for host in known]
-    if options.leader is not None and options.leader not in facts:
-        findings.fault("replica_leader", options.leader, "one of the replica's hosts: %s" % ", ".join(sorted(facts)))
-        return {}
-    placed = placement.place(candidates, profile, replica, options.leader, options.fabric, findings)
+    placed = None
+    if len(known) >= profile.nodes or len(known) == len(request.hosts):         # else the hosts without facts are why there are too few
+        placed = placement.place(candidates, profile, replica, _leader(options, request, facts, findings), options.fabric, findings, options.fabrics)
     if placed is None:
         _check_unplaced(known, facts, profile, engine, findings)
-        return {"not_chosen": {}}
+        return {}
     inputs = {host.name: host for host in known}
     ranks = [Rank(rank, inputs[name], facts[name], placed.gpus[name]) for rank, name in enumerate(placed.hosts)]
     _choose_endpoints(ranks, findings)
+    _check_http_host(ranks[0], options, findings)
     _choose_builds(ranks, profile, engine, findings)
     model_checks.check(ranks, profile, engine, findings)
     _check_service(ranks, findings)
@@ -157,7 +192,24 @@ def _plan_hosts(request: Request, options: Options, replica: str, profile: Profi
     leader_port = ports.choose_leader_port(ranks, options.leader_port, options.http_port, replica, profile.nodes, findings)
     shards = _shards(ranks, options, replica, profile, engine, leader_port, request, findings)
     ports.check(ranks, shards, engine, replica, findings)
-    return _whole(request, options, replica, profile, engine, ranks, shards, choice, placed, findings)
+    leaving = sorted((name for name in placed.not_chosen if replica in facts[name]["shards"]), key=natural_key)
+    return {"not_chosen": dict(placed.not_chosen), "leaving": leaving, **_whole(request, options, replica, profile, engine, ranks, shards, choice, findings)}
+
+
+def _leader(options: Options, request: Request, facts: t.Mapping[str, t.Any], findings: Findings) -> str | None:
+    """The host that replica_leader names, where it can be looked at. One that is none of the replica's is a fault, and the rest is still checked."""
+    if options.leader is None or options.leader in facts:
+        return options.leader
+    if options.leader not in [host.name for host in request.hosts]:
+        findings.fault("replica_leader", options.leader, "one of the replica's hosts: %s" % ", ".join(sorted(facts, key=natural_key)))
+    return None
+
+
+def _check_http_host(leader: Rank, options: Options, findings: Findings) -> None:
+    address = addressing.parse_ip(options.http_host) if options.http_host else None
+    if address is None or address.is_unspecified or address.is_loopback or any(addressing.holds(interface, address) for interface in leader.facts["interfaces"]):
+        return
+    findings.fault("replica_http_host", options.http_host, "an address that the leader has, 0.0.0.0 or ::", "The server could not listen there.", host=leader.host.name, rank=leader.rank)
 
 
 def _stated_rank(host: HostInput, findings: Findings) -> int | None:
@@ -170,9 +222,11 @@ def _stated_rank(host: HostInput, findings: Findings) -> int | None:
 
 def _check_unplaced(hosts: t.Sequence[HostInput], facts: t.Mapping[str, dict[str, t.Any]], profile: Profile, engine: Engine, findings: Findings) -> None:
     """Where no ranks could be given, what is wrong with each host all the same belongs into the one failure."""
+    everywhere = all(engine.needs_model(profile, rank) for rank in range(profile.nodes))
     for host in hosts:
         _build_of(host.name, None, facts[host.name], profile, engine, findings)
-        model_checks.check_readable(host.name, None, facts[host.name], profile, findings)
+        if everywhere:
+            model_checks.check_readable(host.name, None, facts[host.name], profile, findings)
 
 
 def _choose_endpoints(ranks: list[Rank], findings: Findings) -> None:
@@ -231,10 +285,10 @@ def _build_of(host: str, rank: int | None, facts: Facts, profile: Profile, engin
     if not engine.needs_build:
         return None
     short = engine.name or profile.engine.rsplit(".", 1)[-1]
-    builds = [build for build in facts["engines"].get(short) or ()]
+    builds = facts["engines"].get(short) or []
     wanted = profile.engine_version
     fitting = [build for build in builds if wanted is None or wanted in (build.get("name"), build.get("version"))]
-    sound = [build for build in fitting if not build.get("problems")]
+    sound = [build for build in fitting if not _problems(build)]
     listed = ", ".join("%s (%s)" % (build.get("name"), build.get("version")) for build in builds) or "none"
     if len(sound) == 1:
         return dict(sound[0])
@@ -242,16 +296,23 @@ def _build_of(host: str, rank: int | None, facts: Facts, profile: Profile, engin
     if len(sound) > 1:
         findings.fault(field, "several builds: %s" % listed, "one build", "Set engine_version in the profile to the name of one.", host=host, rank=rank)
     elif fitting:
-        findings.fault(field, "; ".join("%s: %s" % (build.get("name"), ", ".join(build.get("problems") or ())) for build in fitting), "a build that works", "Register it again.", host=host, rank=rank)
+        findings.fault(field, "; ".join("%s: %s" % (build["name"], ", ".join(_problems(build))) for build in fitting), "a build that works", "Register it again.", host=host, rank=rank)
     else:
         findings.fault(field, "registered builds: %s" % listed, "a registered build%s" % (" %s" % wanted if wanted else ""),
                        "Register one: ansible-playbook rankzero.inference.check_engines -e engine_name=%s -e engine_path=PATH." % short, host=host, rank=rank)
     return None
 
 
+def _problems(build: Facts) -> list[str]:
+    return list(build["problems"]) or ([] if str(build["path"]).startswith("/") else ["no absolute path of its program"])
+
+
 def _check_service(ranks: list[Rank], findings: Findings) -> None:
     for one in ranks:
-        manager = one.host.service_manager or one.facts["host"].get("service_manager")
+        manager, python = one.host.service_manager or one.facts["host"]["service_manager"], _python(one)
+        if not python.startswith("/") or _COMMENT.search(python) or (manager == "systemd" and "$" in python):
+            findings.fault("host.python.executable", python, "an absolute path that a service can start", "systemd takes no $ there, supervisord no ; or # after a space.",
+                           host=one.host.name, rank=one.rank)
         if manager not in ("systemd", "supervisor"):
             findings.fault("host.service_manager", manager, "systemd (as root), or the Python package supervisor",
                            "Become root on a host with systemd, or install supervisor beside the host's Python: pip install supervisor.", host=one.host.name, rank=one.rank)
@@ -311,10 +372,14 @@ def _shards(ranks: list[Rank], options: Options, replica: str, profile: Profile,
         peers = tuple(Peer(other.rank, other.host.name, other.endpoint.address if other.endpoint else "") for other in ranks if other is not one)
         result.append(Shard(
             profile=profile, rank=one.rank, host=one.host.name, address=address, leader_address=leader, leader_port=leader_port, http_host=options.http_host or address,
-            http_port=options.http_port, peers=peers, gpus=one.gpus, build=one.build, python=str((one.facts["host"].get("python") or {}).get("executable") or "/usr/bin/python3"),
+            http_port=options.http_port, peers=peers, gpus=one.gpus, build=one.build, python=_python(one),
             current_dir=below(one.host.root, "etc/rankzero/%s/current" % replica), work_dir=below(one.host.root, "var/lib/rankzero/%s" % replica), has_key=request.key_digest is not None,
         ))
     return result
+
+
+def _python(one: Rank) -> str:
+    return str(one.facts["host"]["python"]["executable"] or "/usr/bin/python3")
 
 
 def below(root: str, path: str) -> str:
@@ -334,7 +399,7 @@ def _environment(one: Rank, shard: Shard, profile: Profile, engine: Engine, choi
 
 
 def _whole(request: Request, options: Options, replica: str, profile: Profile, engine: Engine, ranks: list[Rank], shards: list[Shard], choice: fabric.Choice,
-           placed: placement.Placement, findings: Findings) -> dict[str, t.Any]:
+           findings: Findings) -> dict[str, t.Any]:
     """All parts together, and the fingerprint over everything that decides how a shard runs."""
     proven = nvlink_problem(ranks, None) is None
     planned = {}
@@ -342,8 +407,7 @@ def _whole(request: Request, options: Options, replica: str, profile: Profile, e
         env = _environment(one, shard, profile, engine, choice, options, proven, findings)
         planned[one.host.name] = _planned_shard(one, shard, profile, engine, env, request, findings)
     whole = {
-        "pool": profile.gpu_class or _pool_of(ranks), "fabric": choice.name, "shards": planned, "not_chosen": dict(placed.not_chosen),
-        "leaving": sorted(name for name in placed.not_chosen if _has_shard(request, name, replica)),
+        "pool": profile.gpu_class or _pool_of(ranks), "fabric": choice.name, "shards": planned,
         "leader": {"host": ranks[0].host.name, "address": shards[0].address, "port": shards[0].leader_port, "url": _url(shards[0])},
     }
     whole["fingerprint"] = _fingerprint(replica, profile, whole, request)
@@ -356,10 +420,6 @@ def _whole(request: Request, options: Options, replica: str, profile: Profile, e
 def _pool_of(ranks: list[Rank]) -> str:
     models = sorted({str(gpu.get("model")) for one in ranks for gpu in one.gpus})
     return ", ".join(models) or "cpu"
-
-
-def _has_shard(request: Request, name: str, replica: str) -> bool:
-    return any(host.name == name and replica in ((host.facts or {}).get("shards") or {}) for host in request.hosts)
 
 
 def _url(shard: Shard) -> str:

@@ -26,55 +26,59 @@ def choose_leader_port(ranks: t.Sequence[Rank], stated: int | None, http_port: i
         return stated
     if nodes == 1:
         return LEADER_PORTS[0]
-    current = {(one.facts["shards"].get(replica) or {}).get("leader_port") for one in ranks} - {None}
+    current: set[int] = {shard["leader_port"] for one in ranks for name, shard in one.facts["shards"].items() if name == replica and shard["leader_port"]}
     taken = {http_port}
     for one in ranks:
-        taken |= {_number(port) for port in one.facts["ports_in_use"] if not _ours(port, replica)} | _of_other_replicas(one, replica)
+        taken |= {entry["port"] for entry in one.facts["ports_in_use"] if not _ours(entry, one, replica)} | _of_other_replicas(one, replica)
     for port in [*sorted(current), *LEADER_PORTS]:
         if port not in taken:
-            return int(port)
+            return port
     findings.fault("replica_leader_port", "no free port from %d to %d" % (LEADER_PORTS[0], LEADER_PORTS[-1]), "a port that is free on every rank's host", "Set replica_leader_port.")
     return LEADER_PORTS[0]
 
 
 def _of_other_replicas(one: Rank, replica: str) -> set[int]:
     """Ports of replicas that are deployed but may be stopped just now."""
-    return {shard[key] for name, shard in one.facts["shards"].items() if name != replica for key in ("leader_port", "http_port") if shard.get(key)}
+    return {shard[key] for name, shard in one.facts["shards"].items() if name != replica for key in ("leader_port", "http_port") if shard[key]}
 
 
 def check(ranks: t.Sequence[Rank], shards: t.Sequence[Shard], engine: Engine, replica: str, findings: Findings) -> None:
     """Every port that a rank listens on must be free on its host, or be held by this replica's own shard."""
     for one, shard in zip(ranks, shards):
         for address, port, what in engine.listen_ports(shard):
-            holder = _holder(one, address, port, replica)
+            holder = _holder(one, address, port, replica) or _deployed(one, port, replica)
             if holder:
                 findings.fault("ports_in_use", "port %d (%s) held by %s" % (port, what, holder), "a free port",
                                "Stop that process, or set %s." % ("replica_http_port" if what == "HTTP" else "replica_leader_port"), host=one.host.name, rank=one.rank)
-            low, high = (one.facts["limits"].get("ephemeral_ports") or (None, None))[:2]
-            if low is not None and high is not None and low <= port <= high:
-                findings.warn("port", "%d (%s)" % (port, what), "a port outside of the ephemeral range %d-%d" % (low, high),
+            ephemeral = one.facts["limits"]["ephemeral_ports"]
+            if len(ephemeral) == 2 and ephemeral[0] <= port <= ephemeral[1]:
+                findings.warn("port", "%d (%s)" % (port, what), "a port outside of the ephemeral range %d-%d" % tuple(ephemeral),
                               "The kernel may give it to an outgoing connection before the engine listens.", host=one.host.name, rank=one.rank)
 
 
 def _holder(one: Rank, address: str, port: int, replica: str) -> str | None:
     for entry in one.facts["ports_in_use"]:
-        if _number(entry) != port or not _overlap(address, entry.get("address")) or _ours(entry, replica):
+        if entry["port"] != port or not _overlap(address, entry["address"]) or _ours(entry, one, replica):
             continue
-        if entry.get("pid") is None and entry.get("shard") is None and entry.get("listening") is False and replica in one.facts["shards"]:
-            continue            # bound but not yet listening, owner unknown: this replica's own engine while it loads
-        if entry.get("shard"):
+        if entry["shard"]:
             return "shard %s" % entry["shard"]
-        return "pid %s %s" % (entry["pid"], entry.get("process") or "") if entry.get("pid") else "another process"
+        return ("pid %d %s" % (entry["pid"], entry["process"] or "")).strip() if entry["pid"] else "another process"
     return None
 
 
-def _number(entry: t.Mapping[str, t.Any]) -> t.Any:
-    return entry.get("port")
+def _deployed(one: Rank, port: int, replica: str) -> str | None:
+    """Another replica's leader on this host has the port as soon as it runs, also while it is stopped just now."""
+    for name, shard in sorted(one.facts["shards"].items()):
+        if name != replica and shard["rank"] == 0 and port in (shard["http_port"], shard["leader_port"] if (shard["nodes"] or 0) > 1 else None):
+            return "shard %s/0, which is deployed here" % name
+    return None
 
 
-def _ours(entry: t.Mapping[str, t.Any], replica: str) -> bool:
-    shard = entry.get("shard")
-    return shard is not None and str(shard).rsplit("/", 1)[0] == replica
+def _ours(entry: t.Mapping[str, t.Any], one: Rank, replica: str) -> bool:
+    """Held by this replica; or bound but not yet listening by nobody known, which is its own engine while it loads."""
+    if entry["shard"] is not None:
+        return str(entry["shard"]).rsplit("/", 1)[0] == replica
+    return entry["pid"] is None and entry["listening"] is False and replica in one.facts["shards"]
 
 
 def _overlap(wanted: str, held: t.Any) -> bool:

@@ -11,7 +11,7 @@ import typing as t
 
 from ansible_collections.rankzero.inference.plugins.plugin_utils.environment_names import NAME as ENVIRONMENT_NAME
 from ansible_collections.rankzero.inference.plugins.plugin_utils.environment_names import refusal
-from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings
+from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings, shown
 from ansible_collections.rankzero.inference.plugins.plugin_utils.values import NAME, Reader, nearest, unprintable
 
 ENGINE = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*){0,2}\Z")
@@ -68,27 +68,34 @@ class Profile:
 def select(profile: t.Any, profiles: t.Any, findings: Findings) -> Profile | None:
     """Find the profile that C(replica_profile) means: a mapping itself, or a name in C(replica_profiles)."""
     if isinstance(profile, t.Mapping):
-        return parse(profile, "replica_profile", str(profile.get("name") or "inline"), findings)
+        return parse(profile, location(profile), "inline", findings)
     known = profiles if isinstance(profiles, t.Mapping) else {}
     if profiles and not isinstance(profiles, t.Mapping):
         findings.fault("replica_profiles", profiles, "a mapping of name to profile")
     if profile is None or profile == "":
         findings.fault("replica_profile", profile, "the name of a profile, or a mapping", _known_profiles(known))
         return None
-    if not isinstance(profile, str) or not isinstance(known.get(profile), t.Mapping):
-        close = nearest(str(profile), map(str, known))
+    if isinstance(profile, str) and profile in known and not isinstance(known[profile], t.Mapping):
+        findings.fault(location(profile), known[profile], "a mapping: the fields of a profile")
+        return None
+    if not isinstance(profile, str) or profile not in known:
+        close = nearest(str(profile), (str(name) for name in known if not unprintable(str(name))))
         findings.fault("replica_profile", profile, "a name in replica_profiles", ("Did you mean %s? " % close if close else "") + _known_profiles(known))
         return None
-    return parse(known[profile], "replica_profiles.%s" % profile, profile, findings)
+    return parse(known[profile], location(profile), profile, findings)
+
+
+def location(profile: t.Any) -> str:
+    """Where the profile that C(replica_profile) means is written: what comes before a field's name in faults."""
+    return "replica_profile" if isinstance(profile, t.Mapping) else "replica_profiles.%s" % shown(profile)
 
 
 def _known_profiles(known: t.Mapping[str, t.Any]) -> str:
-    return "Known profiles: %s." % ", ".join(sorted(map(str, known))) if known else "No replica_profiles are defined."
+    return "Known profiles: %s." % ", ".join(sorted(shown(str(name)) for name in known)) if known else "No replica_profiles are defined."
 
 
 def parse(data: t.Mapping[str, t.Any], where: str, name: str, findings: Findings) -> Profile | None:
     """Read one profile field by field. Returns None where a field that everything else depends on is wrong; faults are in C(findings)."""
-    before = len(findings.faults)
     read = Reader(data, where, findings)
     nodes = read.integer("nodes", 1, 1, 4096) or 1
     tp = read.integer("tp", 1, 1, 4096) or 1
@@ -96,25 +103,18 @@ def parse(data: t.Mapping[str, t.Any], where: str, name: str, findings: Findings
     dp = read.integer("dp", 1, 1, 4096) or 1
     gpus_per_node = read.integer("gpus_per_node", None, 0, 64)
     if gpus_per_node is None:
-        if nodes > 1:
+        if nodes > 1 and not read.is_wrong("gpus_per_node"):
             read.wrong("gpus_per_node", data.get("gpus_per_node"), "the number of GPUs that each of the %d nodes gives" % nodes,
                        "With more than one node it cannot be derived: set it (0 for a CPU profile).")
         gpus_per_node = tp
-    model_path = read.text("model_path", wanted="an absolute path on the hosts")
-    if model_path is None and not _faulty(findings, before, "model_path"):
-        read.wrong("model_path", data.get("model_path"), "the path of the model on every host", "Set model_path; it may not be empty.")
-    elif model_path is not None and not model_path.startswith("/"):
-        read.wrong("model_path", model_path, "an absolute path on the hosts")
-    engine = read.text("engine", pattern=ENGINE, wanted="the name of an engine")
-    if engine is None:
-        read.wrong("engine", data.get("engine"), "the name of an engine")
+    own_name = read.text("name", _own_name(name, read), wanted="a name") or ""
     profile = Profile(
-        name=read.text("name", name, wanted="a name") or name,
-        engine=engine or "",
+        name=own_name,
+        engine=read.required("engine", "the name of an engine", ENGINE) or "",
         engine_version=read.text("engine_version", wanted="the name or version of a registered build"),
         gpu_class=read.text("gpu_class", wanted="a GPU class such as H100"),
-        model_path=model_path or "",
-        served_model_name=read.text("served_model_name", name, MODEL_NAME, "letters, digits, and . _ / - after the first") or name,
+        model_path=_path(read, "model_path", "Set model_path; it may not be empty."),
+        served_model_name=_served_name(read, own_name),
         tp=tp, pp=pp, dp=dp, nodes=nodes, gpus_per_node=gpus_per_node,
         threads=read.integer("threads", 0, 0, 4096) or 0,
         distributed=read.choice("distributed", ("mp", "ray"), "mp"),
@@ -127,20 +127,48 @@ def parse(data: t.Mapping[str, t.Any], where: str, name: str, findings: Findings
         stop_timeout=read.integer("stop_timeout", 30, 1, 3600) or 30,
     )
     read.refuse_unknown()
-    _check_shape(profile, where, findings)
+    if not read.is_wrong("nodes", "tp", "pp", "dp", "gpus_per_node"):
+        _check_shape(profile, where, findings)
+    _check_model_names(profile, where, findings)
     return profile if profile.engine else None
 
 
-def _faulty(findings: Findings, before: int, field: str) -> bool:
-    return len(findings.faults) > before and any(fault.field.endswith("." + field) for fault in findings.faults)
+def _own_name(name: str, read: Reader) -> str:
+    """The name that a profile has by its place in C(replica_profiles), unless no file or table could show it."""
+    bad = unprintable(name)
+    if bad:
+        read.wrong("name", name, "the name of a profile without %s" % bad, "Rename it.")
+    return "" if bad else name
+
+
+def _path(read: Reader, field: str, hint: str) -> str:
+    path = read.required(field, "an absolute path on the hosts", hint=hint)
+    if path is not None and not path.startswith("/"):
+        read.wrong(field, path, "an absolute path on the hosts")
+    return path or ""
+
+
+def _served_name(read: Reader, default: str) -> str:
+    """The name that requests use. It becomes an argument and a part of addresses, so a profile's name serves only where it fits."""
+    wanted = "letters, digits, and . _ / - after the first"
+    name = read.text("served_model_name", None, MODEL_NAME, wanted)
+    if name is None and not MODEL_NAME.match(default) and not read.is_wrong("served_model_name", "name"):
+        read.wrong("served_model_name", None, wanted, "Set it: the profile's own name (%s) does not fit." % shown(default))
+    return name or default
+
+
+def _check_model_names(profile: Profile, where: str, findings: Findings) -> None:
+    names = [profile.served_model_name] + [adapter.name for adapter in profile.adapters]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        findings.fault("%s.adapters" % where, "the name %s more than once" % name, "a name of its own for each adapter and for the model", "Requests choose by it.")
 
 
 def _check_shape(profile: Profile, where: str, findings: Findings) -> None:
     """nodes x gpus_per_node = TP x PP x DP; a CPU profile has no such shape, its nodes only have to be there."""
     if profile.on_cpu:
-        if profile.tp > 1 or profile.pp > 1:
-            findings.fault("%s.gpus_per_node" % where, 0, "GPUs for tp %d, pp %d" % (profile.tp, profile.pp),
-                           "A CPU profile (gpus_per_node 0) has tp 1 and pp 1.")
+        if profile.tp > 1 or profile.pp > 1 or profile.dp > 1:
+            findings.fault("%s.gpus_per_node" % where, 0, "GPUs for tp %d, pp %d, dp %d" % (profile.tp, profile.pp, profile.dp),
+                           "A CPU profile (gpus_per_node 0) has tp, pp and dp 1.")
         return
     have, need = profile.nodes * profile.gpus_per_node, profile.tp * profile.pp * profile.dp
     if have != need:
@@ -177,19 +205,12 @@ def _adapters(read: Reader, findings: Findings, where: str) -> tuple[Adapter, ..
     result: list[Adapter] = []
     for number, item in enumerate(read.mappings("adapters")):
         one = Reader(item, "%s.adapters[%d]" % (where, number), findings)
-        name = one.text("name", None, MODEL_NAME, "letters, digits, and . _ / - after the first")
-        path = one.text("path", wanted="an absolute path on the hosts")
+        name = one.required("name", "the name that requests use for the adapter: letters, digits, and . _ / - after the first", MODEL_NAME)
+        path = _path(one, "path", "Set the adapter's path.")
         sha256 = one.text("sha256", None, SHA256, "64 lower-case hexadecimal digits")
         one.refuse_unknown()
-        if name is None:
-            one.wrong("name", item.get("name"), "the name that requests use for the adapter")
-        if path is None or not path.startswith("/"):
-            one.wrong("path", item.get("path"), "an absolute path on the hosts")
         if name and path:
             result.append(Adapter(name, path, sha256))
-    names = [adapter.name for adapter in result]
-    for name in sorted({name for name in names if names.count(name) > 1}):
-        findings.fault("%s.adapters" % where, "the name %s more than once" % name, "each adapter under its own name")
     return tuple(result)
 
 

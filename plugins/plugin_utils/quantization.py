@@ -9,6 +9,8 @@ SGLang refuses to start below 7.5 whatever its classes say (C(load_model_utils.p
 
 from __future__ import annotations
 
+import re
+
 VLLM = {
     "awq": 75, "auto_awq": 75, "awq_marlin": 75, "gptq": 60, "auto_gptq": 60, "gptq_marlin": 60, "fp8": 75, "deepseek_v4_fp8": 75, "fbgemm_fp8": 80, "fp_quant": 100,
     "modelopt": 80, "modelopt_fp4": 75, "modelopt_mxfp8": 80, "modelopt_mixed": 75, "compressed-tensors": 70, "experts_int8": 80, "quark": 70, "moe_wna16": 70,
@@ -24,12 +26,13 @@ SGLANG = {name: max(minimum, SGLANG_FLOOR) for name, minimum in {
 }.items()}
 
 
+_CAPABILITY = re.compile(r"([0-9]{1,3})\.([0-9])\Z")
+
+
 def capability(text: str | None) -> int | None:
     """C("9.0") is 90, C("12.1") is 121; anything that is not MAJOR.MINOR is None (unknown)."""
-    major, dot, minor = (text or "").partition(".")
-    if not dot or not major.isdigit() or not minor.isdigit() or len(minor) > 1:
-        return None
-    return int(major) * 10 + int(minor)
+    found = _CAPABILITY.match(text or "")
+    return int(found.group(1)) * 10 + int(found.group(2)) if found else None
 
 
 def written(value: int) -> str:

@@ -9,6 +9,7 @@ they mean: C("") is unset, C("8") is 8, C("yes") is true.
 
 from __future__ import annotations
 
+import difflib
 import re
 import typing as t
 
@@ -16,7 +17,7 @@ from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import F
 
 _TRUE = {"true", "yes", "on", "1"}
 _FALSE = {"false", "no", "off", "0"}
-_INTEGER = re.compile(r"[+-]?\d{1,18}\Z")
+_INTEGER = re.compile(r"[+-]?[0-9]{1,18}\Z")
 NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,38}[a-z0-9])?\Z")
 
 
@@ -33,7 +34,7 @@ def unprintable(text: str) -> str | None:
         if character == "\0":
             return "a NUL"
         if character == "\r" or not (character.isprintable() or character == "\t"):
-            return "the control character %r" % character
+            return "the unprintable character %r" % character
     return None
 
 
@@ -77,6 +78,13 @@ class Reader:
             self.wrong(field, text, wanted)
             return default
         return text
+
+    def required(self, field: str, wanted: str, pattern: re.Pattern[str] | None = None, hint: str = "") -> str | None:
+        """As C(text), but unset is a fault too."""
+        value = self.text(field, None, pattern, wanted)
+        if value is None and not self.is_wrong(field):
+            self.wrong(field, self.data.get(field), wanted, hint)
+        return value
 
     def integer(self, field: str, default: int | None = None, low: int = 0, high: int = 1_000_000_000) -> int | None:
         value = self._get(field)
@@ -147,6 +155,11 @@ class Reader:
             return []
         return list(value)
 
+    def is_wrong(self, *fields: str) -> bool:
+        """True where one of these fields already has a fault, so that what follows from it need not be said again."""
+        names = {self._name(field) for field in fields}
+        return any(fault.field in names for fault in self.findings.faults)
+
     def refuse_unknown(self) -> None:
         """A typo must not be silently ignored: every field that nobody asked for is a fault."""
         for field in sorted(set(map(str, self.data)) - self.known):
@@ -167,7 +180,5 @@ def as_integer(value: t.Any) -> int | None:
 
 
 def nearest(word: str, candidates: t.Iterable[str]) -> str | None:
-    import difflib
-
     found = difflib.get_close_matches(word, sorted(candidates), n=1, cutoff=0.6)
     return found[0] if found else None

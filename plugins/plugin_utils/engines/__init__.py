@@ -45,8 +45,8 @@ def _foreign(module: str, name: str, findings: Findings) -> Engine | None:
         return _adapter(module)
     except ModuleNotFoundError as error:
         seen = "no module %s" % error.name
-    except (ImportError, AttributeError, TypeError) as error:
-        seen = str(error)
+    except Exception as error:          # somebody else's code runs here: whatever it raises is told, not thrown at the operator
+        seen = "%s: %s" % (type(error).__name__, error)
     findings.fault("engine", "%s: %s" % (name, seen), "an installed collection with a class Adapter(Engine) in %s" % module,
                    "Install the collection, or use one of %s." % ", ".join(BUILT_IN))
     return None

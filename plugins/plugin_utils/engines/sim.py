@@ -25,13 +25,16 @@ _OWNED = {
     "--master-port": "replica_leader_port",
     "--headless": "the rank",
     "--dialect": "the engine",
+    "--config": "the profile and replica_api_key",
     "--api-key": "replica_api_key",
+    "--help": "nothing: it would print and exit",
 }
-_SHORT = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-n": "--nnodes", "-r": "--node-rank"}
+_SHORT = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-n": "--nnodes", "-r": "--node-rank", "-q": "--quantization", "-h": "--help"}
+# Everything else that sim_engine.py serve takes. It takes no abbreviations, and refuses them; here they count as what they would mean to vLLM.
 _OTHER = frozenset({
-    "--max-model-len", "--distributed-timeout-seconds", "--sim-load-seconds", "--sim-gpu-mib", "--sim-gpu-skip", "--sim-gpu-extra", "--sim-fail", "--sim-fail-rank",
+    "--max-model-len", "--distributed-timeout-seconds", "--enable-lora", "--enable-metrics", "--no-sim-spawn-worker", "--sim-warmup-seconds", "--sim-load-seconds", "--sim-gpu-mib", "--sim-gpu-skip", "--sim-gpu-extra", "--sim-fail", "--sim-fail-rank",
     "--sim-exit-after", "--sim-exit-code", "--sim-hang", "--sim-listen-late", "--sim-no-gpu", "--sim-ignore-term", "--sim-ttft", "--sim-itl", "--sim-spawn-worker",
-    "--sim-orphans", "--sim-process-directory", "--quantization", "--metrics", "--help",
+    "--sim-orphans", "--sim-process-directory", "--quantization", "--metrics",
 })
 
 
@@ -42,7 +45,7 @@ class Adapter(Engine):
     program_files = ("sim_engine.py",)
     quantizations = VLLM
     owned = _OWNED
-    grammar = Grammar({**{option: option for option in _OWNED}, **_SHORT, "--quantization": "--quantization", "-q": "--quantization"}, every_long=frozenset(_OWNED) | _OTHER)
+    grammar = Grammar({**{option: option for option in (*_OWNED, "--quantization")}, **_SHORT}, every_long=frozenset(_OWNED) | _OTHER, every_short=frozenset(_SHORT), glued_shorts=True)
 
     def launches(self, shard: Shard) -> list[Launch]:
         profile = shard.profile
