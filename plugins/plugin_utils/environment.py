@@ -10,13 +10,17 @@ Sources: NCCL user guide (environment variables, 2.30); PyTorch's Gloo and Tenso
 from __future__ import annotations
 
 import dataclasses
+import re
 import typing as t
 
 from ansible_collections.rankzero.inference.plugins.plugin_utils import fabric as fabrics
+from ansible_collections.rankzero.inference.plugins.plugin_utils import gids
+from ansible_collections.rankzero.inference.plugins.plugin_utils import nccl as nccl_reading
 from ansible_collections.rankzero.inference.plugins.plugin_utils.addressing import Endpoint
 from ansible_collections.rankzero.inference.plugins.plugin_utils.environment_names import refusal
 from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings
 
+DIRECT_CABLES = (2, 30, 7)      # the first NCCL with NCCL_IB_SUBNET_AWARE_ROUTING
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
@@ -70,7 +74,7 @@ def bootstrap_interface(env: Environment, endpoint: Endpoint) -> None:
 
 
 def fabric_variables(env: Environment, choice: fabrics.Choice, ports: t.Sequence[fabrics.Port], *, nccl: str | None, host: str, rank: int, findings: Findings) -> None:
-    """What tells NCCL to use the chosen HCA ports and nothing else."""
+    """What tells NCCL to use the chosen HCA ports and nothing else. C(nccl) is the version of the build's NCCL, None where it is not known."""
     if any(port.get("transport") == "efa" for port in ports):
         env.set("FI_PROVIDER", "efa", "the shard's ports are AWS EFA; no NCCL_IB_ variable applies to them (aws-ofi-nccl#803)")
         return
@@ -80,31 +84,69 @@ def fabric_variables(env: Environment, choice: fabrics.Choice, ports: t.Sequence
     env.set("NCCL_IB_DISABLE", "0", "fabric %s" % choice.name)
     env.set("NCCL_IB_HCA", "=" + ",".join(map(fabrics.port_name, ports)), "fabric %s (%s), exactly these %d ports" % (choice.name, choice.why, len(ports)))
     if choice.link == "ethernet":
-        _gid_variables(env, fabrics.gid_rule(ports, choice.keys, host=host, rank=rank, findings=findings))
+        gid = gids.rule(ports, choice.keys, host=host, rank=rank, findings=findings)
+        if gid is not None:
+            _gid_variables(env, gid, ports, nccl, host, rank, findings)
+    if choice.prefix_length is not None:
+        _direct_cable_variables(env, choice, nccl, host, rank, findings)
+    if choice.cross_rail is False:
+        env.set("NCCL_CROSS_NIC", "0", "a port of one rail cannot reach ports of another, so rings and trees stay on their rail")
     if version(nccl) >= (2, 21):
         env.set("NCCL_NET", "IB", "HCAs were planned: a silent fall to TCP becomes an error")
     if version(nccl) >= (2, 30):
         env.set("NCCL_IGNORE_NET_MISMATCH", "0", "unequal HCAs fail instead of degrading (NCCL 2.30, NVIDIA/nccl#2428)")
 
 
-def _gid_variables(env: Environment, gid: fabrics.Gid | None) -> None:
-    if gid is None:
-        return
+def _gid_variables(env: Environment, gid: gids.Gid, ports: t.Sequence[fabrics.Port], nccl: str | None, host: str, rank: int, findings: Findings) -> None:
     if gid.index is not None:
         env.set("NCCL_IB_GID_INDEX", str(gid.index), gid.why)
     if gid.address_range is not None:
         env.set("NCCL_IB_ADDR_RANGE", gid.address_range, gid.why)
+        _check_range_is_known(gid, ports, nccl, host, rank, findings)
     if gid.ipv6:
         env.set("NCCL_IB_ADDR_FAMILY", "AF_INET6", "the fabric has IPv6 addresses only (uccl#803)")
 
 
+def _check_range_is_known(gid: gids.Gid, ports: t.Sequence[fabrics.Port], nccl: str | None, host: str, rank: int, findings: Findings) -> None:
+    """NCCL chooses by address since 2.21; up to 2.25 it fails or hangs on GID slots of another network namespace (NVIDIA/nccl#1573, #1587)."""
+    hidden = any(entry.get("type") is None for port in ports for entry in port.get("gids") or ())
+    needed = (2, 26) if hidden else (2, 21)
+    if nccl and version(nccl) < needed:
+        findings.fault("engines.nccl", nccl, "NCCL %d.%d or newer" % needed, "The GID index differs between this host's ports (%s), and an older NCCL cannot choose by address%s." % (
+            gid.why, " in a container" if hidden else ""), host=host, rank=rank)
+
+
+def _direct_cable_variables(env: Environment, choice: fabrics.Choice, nccl: str | None, host: str, rank: int, findings: Findings) -> None:
+    """Each cable is a subnet of its own, and NCCL must look for the port that leads to a peer (DGX Spark, three nodes in a ring)."""
+    if version(nccl) < DIRECT_CABLES:
+        findings.fault("engines.nccl", nccl, "NCCL %s or newer" % ".".join(map(str, DIRECT_CABLES)), "Fabric %s is made of direct cables (subnet_aware), which older NCCL cannot use." % choice.name,
+                       host=host, rank=rank)
+    env.set("NCCL_IB_SUBNET_AWARE_ROUTING", "1", "direct cables: for each peer NCCL takes the port in that peer's subnet")
+    if choice.prefix_length != fabrics.DEFAULT_PREFIX_LENGTH:
+        env.set("NCCL_IB_SUBNET_PREFIX_LEN", str(choice.prefix_length), "the length that tells the cables' subnets apart")
+    env.set("NCCL_IB_MERGE_NICS", "0", "two functions of one card lead to different hosts here and must not be merged into one device")
+    env.set("NCCL_NET_PLUGIN", "none", "a network plugin in the build would not know about the cables")
+
+
 def nvlink_variables(env: Environment, nodes: int, wanted: bool, proven: bool, domain: str | None) -> None:
-    """Multi-node NVLink: on where it was asked for (the plan has refused an unproven domain), explicitly off where GPUs have a domain that does not hold."""
+    """Multi-node NVLink: on where it was asked for (the plan has refused an unproven domain), explicitly off where GPUs have a domain that does not hold.
+
+    C(domain): any domain that a GPU of the replica is in. All ranks must be told the same, also those whose own GPUs are in none.
+    """
     if nodes > 1 and wanted:
         env.set("NCCL_MNNVL_ENABLE", "1", "the replica's fabric is NVLink domain %s" % domain)
         env.set("NCCL_CUMEM_ENABLE", "1", "multi-node NVLink needs cuMem allocations")
     elif nodes > 1 and domain and not proven:
         env.set("NCCL_MNNVL_ENABLE", "0", "the GPUs are not in one proven NVLink domain; NCCL's automatic choice can fail there (NCCL mnnvl.cc)")
+
+
+def check(env: Environment, overrides: t.Mapping[str, str], choice: fabrics.Choice, ports: t.Sequence[fabrics.Port], facts: t.Mapping[str, t.Any], endpoint: Endpoint | None, *,
+          nodes: int, proven: bool, host: str, rank: int, findings: Findings) -> None:
+    """What the profile's variables and the host's nccl.conf make of the plan's, judged as NCCL will read them."""
+    nccl_reading.check(env.values, overrides, nccl_reading.Rank(
+        host=host, rank=rank, ports=tuple(ports), all_ports=tuple(facts.get("hcas") or ()), right_gids=gids.right(ports, choice.keys),
+        interfaces=tuple(facts.get("interfaces") or ()), interface=endpoint.interface if endpoint else None, address=endpoint.address if endpoint else None,
+        conf=(facts.get("limits") or {}).get("nccl_conf") or {}, home=env.values.get("HOME", ""), nvlink=choice.nvlink, proven=proven, nodes=nodes), findings)
 
 
 def override(env: Environment, overrides: t.Mapping[str, str], *, rank: int, host: str, findings: Findings) -> None:
@@ -125,11 +167,6 @@ def threads(env: Environment, count: int) -> None:
 
 
 def version(text: str | None) -> tuple[int, ...]:
-    """C("2.30.7") is (2, 30, 7); unknown is (), older than everything."""
-    parts: list[int] = []
-    for part in (text or "").split("."):
-        digits = "".join(character for character in part if character.isdigit())
-        if not digits:
-            break
-        parts.append(int(digits))
-    return tuple(parts)
+    """C("2.30.7+cuda13.0") is (2, 30, 7); unknown is (), older than everything."""
+    match = re.match(r"v?([0-9]+(?:\.[0-9]+)*)", text or "")
+    return tuple(map(int, match.group(1).split("."))) if match else ()

@@ -334,26 +334,54 @@ def _choose_fabric(ranks: list[Rank], profile: Profile, options: Options, findin
 
 
 def nvlink_problem(ranks: t.Sequence[Rank], wanted: str | None) -> str | None:
-    """Why the GPUs of these ranks are not one proven NVLink domain, or None (NCCL mnnvl.cc; facts of NVML's fabric info)."""
-    keys = {placement.nvlink_key(gpu) for one in ranks for gpu in one.gpus}
-    if not keys or "" in keys:
-        return "GPUs that are in no NVLink domain"
-    if len(keys) > 1:
-        return "GPUs of several NVLink domains: %s" % ", ".join(sorted(keys))
-    key = next(iter(keys))
-    if wanted and wanted not in (key, key.rsplit("/", 1)[0]):
-        return "GPUs of %s" % key
+    """Why the GPUs of these ranks are not one proven NVLink domain, or None.
+
+    Proven means: one cluster UUID and one clique on all GPUs, fabric state completed, health not bad, and an IMEX domain that is up with a
+    channel on every host. What is not known is not proven: NCCL ends with an error on a domain that only looks like one (NCCL mnnvl.cc).
+    """
     for one in ranks:
         for gpu in one.gpus:
-            domain = gpu["interconnect_domain"]
-            if domain.get("state") not in (None, "completed"):
-                return "GPU %s of %s in state %s" % (gpu.get("index"), one.host.name, domain["state"])
-            if domain.get("health") == "unhealthy":
-                return "GPU %s of %s unhealthy in its NVLink domain" % (gpu.get("index"), one.host.name)
-        imex = (one.facts["limits"].get("imex") or {}).get("domain")
-        if isinstance(imex, t.Mapping) and str(imex.get("status") or "up").lower() != "up":
-            return "the IMEX domain %s on %s" % (imex["status"], one.host.name)
-    return None
+            problem = _gpu_outside_domain(gpu)
+            if problem:
+                return "GPU %s of %s %s" % (gpu.get("index"), one.host.name, problem)
+    keys = sorted({placement.nvlink_key(gpu) for one in ranks for gpu in one.gpus})
+    if not keys:
+        return "no GPUs"
+    if len(keys) > 1:
+        return "GPUs of several NVLink domains: %s" % ", ".join(keys)
+    if wanted and wanted not in (keys[0], keys[0].rsplit("/", 1)[0]):
+        return "GPUs of %s" % keys[0]
+    return next((problem for problem in map(_imex_problem, ranks) if problem), None)
+
+
+def _gpu_outside_domain(gpu: placement.Gpu) -> str | None:
+    """An HGX box says completed with a zero cluster UUID, which node facts give as no id (torchcomms#1385)."""
+    domain = gpu.get("interconnect_domain") or {}
+    if domain.get("state") not in (None, "completed"):
+        return "in state %s of its NVLink fabric" % domain["state"]
+    if not domain.get("id"):
+        return "in no NVLink domain"
+    if domain.get("state") is None:
+        return "in an unknown state of its NVLink fabric"
+    return "unhealthy in its NVLink domain" if domain.get("health") == "unhealthy" else None
+
+
+def _imex_problem(one: Rank) -> str | None:
+    """Memory is exchanged over NVLink through IMEX: its domain must be up, and a process needs a channel device."""
+    imex = one.facts["limits"].get("imex") or {}
+    domain = imex.get("domain")
+    if not isinstance(domain, t.Mapping):
+        return "an IMEX domain that is not known on %s: %s" % (one.host.name, (imex.get("errors") or {}).get("domain") or "the service is %s" % (imex.get("service") or "not known"))
+    if str(domain.get("status")).lower() != "up" or domain.get("ready") is False:
+        waiting = ["%s %s" % (node.get("host"), node.get("status")) for node in domain.get("nodes") or () if node.get("status") != "ready" or node.get("unconnected")]
+        return "an IMEX domain that is %s on %s%s" % (domain.get("status"), one.host.name, ": " + ", ".join(waiting) if waiting else "")
+    return None if imex.get("channels") else "no IMEX channel device on %s" % one.host.name
+
+
+def _some_domain(ranks: t.Sequence[Rank]) -> str | None:
+    """A domain that a GPU of the replica is in or was meant to be in; ranks outside of it are told about it too, since all must agree."""
+    keys = [placement.nvlink_key(gpu) for one in ranks for gpu in one.gpus]
+    return next((key for key in keys if key), None)
 
 
 def _check_nvlink(ranks: list[Rank], options: Options, findings: Findings) -> None:
@@ -361,7 +389,8 @@ def _check_nvlink(ranks: list[Rank], options: Options, findings: Findings) -> No
     problem = nvlink_problem(ranks, wanted)
     if problem:
         findings.fault("replica_fabric", "%s with %s" % (wanted, problem), "all GPUs of the replica in that NVLink domain, completed and healthy",
-                       "Use the key that node facts give (nvl:<cluster>/<clique>), or another fabric.")
+                       "Use the key that node facts give (nvl:<cluster>/<clique>), or another fabric. A fabric in progress is worth a second try; "
+                       "nvidia-imex-ctl -N shows the IMEX domain.")
 
 
 def _shards(ranks: list[Rank], options: Options, replica: str, profile: Profile, engine: Engine, leader_port: int, request: Request, findings: Findings) -> list[Shard]:
@@ -386,25 +415,26 @@ def below(root: str, path: str) -> str:
     return "%s/%s" % (root.rstrip("/"), path)
 
 
-def _environment(one: Rank, shard: Shard, profile: Profile, engine: Engine, choice: fabric.Choice, options: Options, proven: bool, findings: Findings) -> Environment:
+def _environment(one: Rank, shard: Shard, profile: Profile, engine: Engine, choice: fabric.Choice, proven: bool, domain: str | None,
+                 findings: Findings) -> Environment:
     env = environment.base(shard.work_dir, one.build.get("env") or {})
     environment.gpu_selection(env, one.gpus, engine.gpu_token)
     if one.endpoint:
         environment.bootstrap_interface(env, one.endpoint)
     environment.fabric_variables(env, choice, one.ports, nccl=one.build.get("nccl"), host=one.host.name, rank=one.rank, findings=findings)
-    domain = next((placement.nvlink_key(gpu) for gpu in one.gpus if placement.nvlink_key(gpu)), None)
     environment.nvlink_variables(env, profile.nodes, choice.nvlink, proven, domain)
     environment.threads(env, profile.threads)
+    environment.check(env, dict(profile.env), choice, one.ports, one.facts, one.endpoint, nodes=profile.nodes, proven=proven, host=one.host.name, rank=one.rank, findings=findings)
     return env
 
 
 def _whole(request: Request, options: Options, replica: str, profile: Profile, engine: Engine, ranks: list[Rank], shards: list[Shard], choice: fabric.Choice,
            findings: Findings) -> dict[str, t.Any]:
     """All parts together, and the fingerprint over everything that decides how a shard runs."""
-    proven = nvlink_problem(ranks, None) is None
+    proven, domain = nvlink_problem(ranks, None) is None, _some_domain(ranks)
     planned = {}
     for one, shard in zip(ranks, shards):
-        env = _environment(one, shard, profile, engine, choice, options, proven, findings)
+        env = _environment(one, shard, profile, engine, choice, proven, domain, findings)
         planned[one.host.name] = _planned_shard(one, shard, profile, engine, env, request, findings)
     whole = {
         "pool": profile.gpu_class or _pool_of(ranks), "fabric": choice.name, "shards": planned,
