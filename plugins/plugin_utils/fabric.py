@@ -102,7 +102,8 @@ def _definition(part: str, named: t.Mapping[str, t.Any], hosts: Hosts, findings:
 
 # ---- a fabric that is named
 
-def _named(name: str, definitions: list[Definition], hosts: Hosts, gpus: t.Mapping[str, t.Sequence[str]], management: t.Mapping[str, str], findings: Findings) -> Choice:
+def _named(name: str, definitions: list[Definition], hosts: Hosts, gpus: t.Mapping[str, t.Sequence[str]], management: t.Mapping[str, str],
+           findings: Findings) -> Choice:
     """The ports of every host that the definitions select, and the keys by which they reach each other."""
     ports: dict[str, list[Port]] = {}
     selectors: dict[str, list[Selector]] = {}
@@ -195,7 +196,8 @@ def _interfaces_below(name: str | None, facts: Facts) -> set[str]:
         own: Facts = next((item for item in interfaces if item.get("name") == current), {})
         if own.get("kind") == "vlan" or own.get("vlan") is not None:
             base = current.rpartition(".")[0]
-            todo += [base] if base else [str(item.get("name")) for item in interfaces if item.get("mac") == own.get("mac") and own.get("mac") and item.get("kind") != "vlan"]
+            same_mac = [str(item.get("name")) for item in interfaces if own.get("mac") and item.get("mac") == own.get("mac") and item.get("kind") != "vlan"]
+            todo += [base] if base else same_mac
         elif own.get("kind") == "ipoib" and "." in current:
             todo.append(current.rpartition(".")[0])
     return found
@@ -226,9 +228,9 @@ def _derive(hosts: Hosts, gpus: t.Mapping[str, t.Sequence[str]], management: t.M
                        "Set replica_fabric to one of them, or to several, separated by commas, for a rail design.")
         return none("faulty")
     chosen = {host: [port for port in ports if set(keys) & set(keys_of(port))] for host, ports in candidates.items()}
+    shared = {host: {name: [key for key in found if key in keys] for name, found in ports.items()} for host, ports in within.items()}
     why = "the only fabric that all hosts share" if len(keys) == 1 else "the rails that all hosts share"
-    return _switched(",".join(keys), chosen, {host: {name: [key for key in found if key in keys] for name, found in ports.items()} for host, ports in within.items()},
-                     why, None, findings)
+    return _switched(",".join(keys), chosen, shared, why, None, findings)
 
 
 def _is_erdma(port: Port) -> bool:
@@ -337,12 +339,14 @@ def _check_ports(name: str, ports: t.Mapping[str, list[Port]], findings: Finding
     _check_counts(name, ports, findings)
     for host, chosen in ports.items():
         if len(chosen) > nccl.MOST_PORTS:
-            findings.fault("hcas", "%d ports of fabric %s" % (len(chosen), name), "at most %d" % nccl.MOST_PORTS, "NCCL drops the rest. Name fewer in replica_fabrics.", host=host)
+            findings.fault("hcas", "%d ports of fabric %s" % (len(chosen), name), "at most %d" % nccl.MOST_PORTS,
+                           "NCCL drops the rest. Name fewer in replica_fabrics.", host=host)
 
 
 def _check_counts(name: str, ports: t.Mapping[str, t.Sequence[Port]], findings: Findings) -> None:
     if len({len(chosen) for chosen in ports.values()}) > 1:
-        detail = "; ".join("%s has %d (%s)" % (host, len(ports[host]), ", ".join(map(port_name, ports[host])) or "none") for host in sorted(ports, key=natural_key))
+        detail = "; ".join("%s has %d (%s)" % (host, len(ports[host]), ", ".join(map(port_name, ports[host])) or "none")
+                           for host in sorted(ports, key=natural_key))
         findings.fault("hcas", detail, "the same number of usable ports of fabric %s on every host" % name,
                        "Unequal counts hang or degrade NCCL (NVIDIA/nccl#2428). Node facts say why a port is not usable.")
 
@@ -350,8 +354,10 @@ def _check_counts(name: str, ports: t.Mapping[str, t.Sequence[Port]], findings: 
 def _check_one_key(name: str, host: str, port: Port, shared: t.Sequence[str], own: t.Sequence[str], findings: Findings) -> None:
     """Each port is in exactly one of the fabric's networks: with none it reaches nobody, with two NCCL's pick is a matter of luck."""
     if not shared:
-        findings.fault("hcas", "%s of fabric %s is on %s" % (port_name(port), name, ", ".join(own) or "no network"), "a network that every host of the replica has",
-                       "Leave the port out, or address it. Direct cables between hosts, each a subnet of its own, need subnet_aware: true in replica_fabrics.", host=host)
+        findings.fault("hcas", "%s of fabric %s is on %s" % (port_name(port), name, ", ".join(own) or "no network"),
+                       "a network that every host of the replica has",
+                       "Leave the port out, or address it. Direct cables between hosts, each a subnet of its own, need subnet_aware: true in replica_fabrics.",
+                       host=host)
     elif len([key for key in shared if not _is_second_family(key, shared)]) > 1:
         findings.fault("hcas", "%s of fabric %s is on %s" % (port_name(port), name, " and ".join(shared)), "one network",
                        "Say which one is meant: keys, networks or vlan in replica_fabrics.", host=host)
@@ -365,9 +371,11 @@ def _check_rail_order(name: str, ports: t.Mapping[str, list[Port]], keys: tuple[
     """NCCL pairs ports by PCI order, whatever the order in NCCL_IB_HCA: rails must come in the same order on every host."""
     orders = {host: [next(key for key in keys if key in keys_of(port)) for port in chosen] for host, chosen in ports.items()}
     if len({tuple(order) for order in orders.values()}) > 1:
-        detail = "; ".join("%s: %s" % (host, ", ".join("%s %s" % pair for pair in zip(map(port_name, ports[host]), orders[host]))) for host in sorted(orders, key=natural_key))
+        detail = "; ".join("%s: %s" % (host, ", ".join("%s %s" % pair for pair in zip(map(port_name, ports[host]), orders[host])))
+                           for host in sorted(orders, key=natural_key))
         findings.fault("hcas", "%s in different order: %s" % (name, detail), "the rails in the same PCI order on every host",
-                       "NCCL pairs the n-th port of one host with the n-th of another. Swap cables or addresses; where routers connect the rails, set routed: true in replica_fabrics.")
+                       "NCCL pairs the n-th port of one host with the n-th of another. Swap cables or addresses; where routers connect the rails, "
+                       "set routed: true in replica_fabrics.")
 
 
 def _check_addresses(ports: t.Mapping[str, list[Port]], keys: t.Sequence[str], findings: Findings) -> None:
@@ -375,7 +383,7 @@ def _check_addresses(ports: t.Mapping[str, list[Port]], keys: t.Sequence[str], f
     owners: dict[str, list[tuple[str, str]]] = {}
     for host, chosen in ports.items():
         for port in chosen:
-            for address in sorted({str(gid["address"]) for gid in gids.routable_v2(port, keys)}):
+            for address in sorted({str(gids.address_of(gid)) for gid in gids.routable_v2(port, keys)}):
                 owners.setdefault(address, []).append((host, port_name(port)))
     for address, places in sorted(owners.items()):
         if len(places) > 1:
@@ -387,13 +395,14 @@ def _check_lids(ports: t.Mapping[str, list[Port]], keys: t.Sequence[str], findin
     """Equal subnet prefixes prove nothing: every unmanaged InfiniBand fabric has fe80::. Different subnet managers or a LID twice tell them apart."""
     for key in (key for key in keys if key.startswith("ib:")):
         members = [(host, port) for host, chosen in ports.items() for port in chosen if key in keys_of(port)]
-        masters = {port["sm_lid"]: "%s %s" % (host, port_name(port)) for host, port in reversed(members) if port.get("sm_lid")}
+        masters = {port["sm_lid"]: "%s %s" % (host, port_name(port)) for host, port in reversed(members) if _is_lid(port.get("sm_lid"))}
         if len(masters) > 1:
-            findings.fault("hcas.sm_lid", "; ".join("%s sees the subnet manager at LID %s" % (who, lid) for lid, who in sorted(masters.items())), "one subnet manager on fabric %s" % key,
+            detail = "; ".join("%s sees the subnet manager at LID %s" % (who, lid) for lid, who in sorted(masters.items()))
+            findings.fault("hcas.sm_lid", detail, "one subnet manager on fabric %s" % key,
                            "These are different fabrics with one subnet prefix. Give each a prefix of its own, or name ports in replica_fabrics.")
         lids: dict[int, list[str]] = {}
         for host, port in members:
-            if port.get("lid") and not port.get("is_vf"):
+            if _is_lid(port.get("lid")) and not port.get("is_vf"):
                 lids.setdefault(port["lid"], []).append("%s %s" % (host, port_name(port)))
         for lid, places in sorted(lids.items()):
             if len(places) > 1:
@@ -401,10 +410,16 @@ def _check_lids(ports: t.Mapping[str, list[Port]], keys: t.Sequence[str], findin
                               "Unless these are virtual functions that share a LID, they are on different fabrics with one subnet prefix.")
 
 
+def _is_lid(value: t.Any) -> bool:
+    """0 and 0xffff stand for no LID."""
+    return isinstance(value, int) and 0 < value < 0xFFFF
+
+
 def _check_mtu(ports: t.Mapping[str, list[Port]], findings: Findings) -> None:
-    sizes = {port["mtu"]: "%s %s" % (host, port_name(port)) for host, chosen in ports.items() for port in reversed(chosen) if port.get("mtu")}
+    sizes = {port["mtu"]: "%s %s" % (host, port_name(port)) for host, chosen in ports.items() for port in reversed(chosen) if isinstance(port.get("mtu"), int)}
     if len(sizes) > 1:
-        findings.warn("hcas.mtu", "; ".join("%s on %s" % item for item in sorted(sizes.items())), "one MTU on all ports of the fabric", "The smaller one is used, or large packets are lost.")
+        findings.warn("hcas.mtu", "; ".join("%s on %s" % item for item in sorted(sizes.items())), "one MTU on all ports of the fabric",
+                      "The smaller one is used, or large packets are lost.")
 
 
 # ---- direct cables
@@ -421,12 +436,15 @@ def _direct_cables(name: str, ports: dict[str, list[Port]], within: Within, why:
             own = within[host][port_name(port)]
             _check_one_key(name, host, port, own, own, findings)
             if port.get("link_layer") != "ethernet":
-                findings.fault(where, "%s is %s" % (port_name(port), port.get("link_layer")), "RoCE ports", "InfiniBand has no addresses to tell cables apart by.", host=host)
+                findings.fault(where, "%s is %s" % (port_name(port), port.get("link_layer")), "RoCE ports",
+                               "InfiniBand has no addresses to tell cables apart by.", host=host)
         twice = sorted({key for one, other in itertools.combinations(within[host].values(), 2) for key in set(one) & set(other)}, key=natural_key)
         if twice:
-            findings.fault(where, "several ports in %s" % ", ".join(twice), "a subnet of its own for every port", "NCCL tells the cables apart by subnet.", host=host)
+            findings.fault(where, "several ports in %s" % ", ".join(twice), "a subnet of its own for every port", "NCCL tells the cables apart by subnet.",
+                           host=host)
     for one, other in _pairs_without_link(within):
-        findings.fault(where, "no subnet that %s and %s share" % (one, other), "a cable between every two hosts", "NCCL connects ranks in orders of its own: three hosts in a ring work, four do not.")
+        findings.fault(where, "no subnet that %s and %s share" % (one, other), "a cable between every two hosts",
+                       "NCCL connects ranks in orders of its own: three hosts in a ring work, four do not.")
     keys = tuple(sorted({key for found in within.values() for own in found.values() for key in own}, key=natural_key))
     _check_addresses(ports, keys, findings)
     _check_mtu(ports, findings)
@@ -441,13 +459,14 @@ def _pairs_without_link(within: Within) -> list[tuple[str, str]]:
 
 def _prefix_length(ports: t.Mapping[str, list[Port]], keys: t.Sequence[str], where: str, findings: Findings) -> int:
     """A length under which two addresses look alike to NCCL exactly where they are in one subnet."""
-    addresses = [(ipaddress.IPv4Address(str(gid["address"])), key) for chosen in ports.values() for port in chosen for gid in gids.routable_v2(port, keys)
-                 if "." in str(gid["address"]) for key in keys if gids.is_on(gid, port, (key,))]
+    addresses = [(int(address), key) for chosen in ports.values() for port in chosen for gid in gids.routable_v2(port, keys) for key in keys
+                 for address in [gids.address_of(gid)] if isinstance(address, ipaddress.IPv4Address) and gids.is_on(gid, port, (key,))]
     networks = sorted({network.prefixlen for network in map(network_of, keys) if isinstance(network, ipaddress.IPv4Network)})
     for length in [DEFAULT_PREFIX_LENGTH, *networks]:
-        if all((int(one) >> 32 - length == int(other) >> 32 - length) == (key == other_key) for (one, key), (other, other_key) in itertools.combinations(addresses, 2)):
+        if all((one >> 32 - length == other >> 32 - length) == (key == other_key) for (one, key), (other, other_key) in itertools.combinations(addresses, 2)):
             return length
-    findings.fault(where, "subnets %s" % ", ".join(keys), "subnets that one prefix length tells apart", "NCCL has one NCCL_IB_SUBNET_PREFIX_LEN for all. Use networks of one size, such as /24.")
+    findings.fault(where, "subnets %s" % ", ".join(keys), "subnets that one prefix length tells apart",
+                   "NCCL has one NCCL_IB_SUBNET_PREFIX_LEN for all. Use networks of one size, such as /24.")
     return DEFAULT_PREFIX_LENGTH
 
 

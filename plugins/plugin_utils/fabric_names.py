@@ -131,7 +131,8 @@ def _by_host(data: t.Mapping[str, t.Any], where: str, findings: Findings) -> t.I
     for pattern, fields in data.items():
         here = "%s.hosts.%s" % (where, pattern)
         if not isinstance(fields, t.Mapping) or not fields:
-            findings.fault(here, fields, "a mapping with hcas, keys, networks, vlan or link_layer", "The key is a host's inventory name or a pattern such as spark-*.")
+            findings.fault(here, fields, "a mapping with hcas, keys, networks, vlan or link_layer",
+                           "The key is a host's inventory name or a pattern such as spark-*.")
             continue
         read = Reader(_lists(fields), here, findings)
         selector = _selector(read)
@@ -141,7 +142,10 @@ def _by_host(data: t.Mapping[str, t.Any], where: str, findings: Findings) -> t.I
 
 def _lists(data: t.Mapping[str, t.Any]) -> dict[str, t.Any]:
     """One value where a list belongs is a list of one, unless it has a comma, where it would have to be split by guessing."""
-    return {str(key): [value] if key in ("hcas", "keys", "networks") and isinstance(value, str) and value and "," not in value else value for key, value in data.items()}
+    def is_one(key: t.Any, value: t.Any) -> bool:
+        return key in ("hcas", "keys", "networks") and isinstance(value, str) and value != "" and "," not in value
+
+    return {str(key): [value] if is_one(key, value) else value for key, value in data.items()}
 
 
 def _selector(read: Reader) -> Selector:

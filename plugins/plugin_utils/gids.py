@@ -30,6 +30,7 @@ class Gid:
 
 
 Entry = t.Mapping[str, t.Any]
+Address = t.Union[ipaddress.IPv4Address, ipaddress.IPv6Address]
 
 
 def routable_v2(port: Port, keys: t.Sequence[str]) -> list[Entry]:
@@ -42,12 +43,19 @@ def right(ports: t.Iterable[Port], keys: t.Sequence[str]) -> dict[str, frozenset
     return {port_name(port): frozenset(int(gid["index"]) for gid in routable_v2(port, keys)) for port in ports}
 
 
-def is_on(gid: Entry, port: Port, keys: t.Sequence[str]) -> bool:
+def address_of(gid: Entry) -> Address | None:
+    """The address of an entry; IPv4 where it is an IPv4-mapped one."""
     try:
         address = ipaddress.ip_address(str(gid.get("address")))
     except ValueError:
-        return False
-    if address.is_link_local or address.is_loopback or address.is_multicast or address.is_unspecified:
+        return None
+    return (address.ipv4_mapped or address) if isinstance(address, ipaddress.IPv6Address) else address
+
+
+def is_on(gid: Entry, port: Port, keys: t.Sequence[str]) -> bool:
+    """Whether an entry's address is on one of the fabrics and can be reached from another host at all."""
+    address = address_of(gid)
+    if address is None or address.is_link_local or address.is_loopback or address.is_multicast or address.is_unspecified:
         return False
     if gid.get("network"):
         return "roce:%s%s" % (gid["network"], "@%s" % gid["vlan"] if gid.get("vlan") is not None else "") in keys
@@ -57,6 +65,10 @@ def is_on(gid: Entry, port: Port, keys: t.Sequence[str]) -> bool:
     if networks:
         return any(address.version == network.version and address in network for network in networks)
     return len(own) == 1 and len(port.get("fabrics") or ()) == 1
+
+
+def is_ipv6(gid: Entry) -> bool:
+    return isinstance(address_of(gid), ipaddress.IPv6Address)
 
 
 def rule(ports: t.Sequence[Port], keys: t.Sequence[str], *, host: str, rank: int, findings: Findings) -> Gid | None:
@@ -72,10 +84,11 @@ def rule(ports: t.Sequence[Port], keys: t.Sequence[str], *, host: str, rank: int
                        "Without one NCCL silently uses index 0, which is link-local. Give the port an address of the fabric.", host=host, rank=rank)
         return None
     # IPv4 entries are preferred, as NCCL and UCX prefer them; a port with IPv6 alone makes the host IPv6.
-    ipv6 = not all(any("." in str(entry["address"]) for entry in entries) for entries in right.values())
-    right = {name: [entry for entry in entries if ("." not in str(entry["address"])) == ipv6] for name, entries in right.items()}
+    ipv6 = any(all(map(is_ipv6, entries)) for entries in right.values())
+    right = {name: [entry for entry in entries if is_ipv6(entry) == ipv6] for name, entries in right.items()}
     if not all(right.values()):
-        findings.fault("hcas.gids", "IPv4 on some ports and IPv6 on others", "one address family on all chosen ports", "Give all ports addresses of one family.", host=host, rank=rank)
+        findings.fault("hcas.gids", "IPv4 on some ports and IPv6 on others", "one address family on all chosen ports",
+                       "Give all ports addresses of one family.", host=host, rank=rank)
         return None
     shared = set.intersection(*({int(entry["index"]) for entry in entries} for entries in right.values()))
     if shared:
@@ -86,34 +99,27 @@ def rule(ports: t.Sequence[Port], keys: t.Sequence[str], *, host: str, rank: int
     covering = _covering_range(ports, right, ipv6)
     if covering is not None:
         return Gid(address_range=str(covering), ipv6=ipv6, why="the index differs between the ports (%s)" % differ)
-    findings.fault("hcas.gids", "; ".join("%s: index %s" % (name, ", ".join("%s %s" % (entry["index"], entry["address"]) for entry in entries)) for name, entries in right.items()),
+    detail = "; ".join("%s: index %s" % (name, ", ".join("%s %s" % (entry["index"], entry["address"]) for entry in entries)) for name, entries in right.items())
+    findings.fault("hcas.gids", detail,
                    "one GID index, or one address range, that is right for all chosen ports",
-                   "NCCL takes one of each for all HCAs of a process (NVIDIA/nccl#890). Remove the unwanted addresses, or choose fewer ports with replica_fabrics.", host=host, rank=rank)
+                   "NCCL takes one of each for all HCAs of a process (NVIDIA/nccl#890). Remove the unwanted addresses, or choose fewer ports with "
+                   "replica_fabrics.", host=host, rank=rank)
     return None
 
 
 def _covering_range(ports: t.Sequence[Port], right: t.Mapping[str, list[Entry]], ipv6: bool) -> Network | None:
     """The smallest network that holds all right addresses, no other address of these ports, and under which NCCL's walk ends on a right entry."""
-    addresses = [ipaddress.ip_network(str(entry["address"])) for entries in right.values() for entry in entries]
-    networks = [ipaddress.ip_network(str(entry.get("network") or entry["address"]), strict=False) for entries in right.values() for entry in entries]
+    addresses = [ipaddress.ip_network(str(address_of(entry))) for entries in right.values() for entry in entries]
+    networks = [ipaddress.ip_network(str(entry.get("network") or address_of(entry)), strict=False) for entries in right.values() for entry in entries]
     wanted = {network.network_address for network in addresses}
-    others = [address for port in ports for address in _addresses(port, ipv6) if address not in wanted]
+    found = [address_of(gid) for port in ports for gid in port.get("gids") or () if is_ipv6(gid) == ipv6]
+    others = [address for address in found if address is not None and address not in wanted]
     for cover in (_cover(networks), _cover(addresses)):
         if any(address in cover for address in others):
             continue
         if all(nccl.automatic_gid(port.get("gids") or (), ipv6, cover) in {int(entry["index"]) for entry in right[port_name(port)]} for port in ports):
             return cover
     return None
-
-
-def _addresses(port: Port, ipv6: bool) -> t.Iterator[ipaddress.IPv4Address | ipaddress.IPv6Address]:
-    for gid in port.get("gids") or ():
-        try:
-            address = ipaddress.ip_address(str(gid.get("address")))
-        except ValueError:
-            continue
-        if (address.version == 6) == ipv6:
-            yield address
 
 
 def _cover(networks: t.Sequence[Network]) -> Network:

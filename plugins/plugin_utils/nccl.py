@@ -28,11 +28,11 @@ MOST_INTERFACES = 16           # MAX_IFS
 # Variables that NCCL reads with strtoll (NCCL_PARAM in 2.30.7), without the prefix.
 _NUMBERS = frozenset("""
 ALLGATHERV_ENABLE ALLOC_P2P_NET_LL_BUFFERS BUFFSIZE CGA_CLUSTER_SIZE CHECK_POINTERS CHUNK_SIZE COLLNET_ENABLE COLLNET_NODE_THRESHOLD COMM_BLOCKING
-COMM_SHRINK_SHARE_RESOURCES COMM_SPLIT_SHARE_RESOURCES CONNECT_ROUND_MAX_PEERS CROSS_NIC CUMEM_ENABLE CUMEM_HOST_ENABLE DEV_API_JIT DISABLE_MEM_MANAGER DMABUF_ENABLE
-ELASTIC_BUFFER_REGISTER ENABLE_VERSION_CHECK GDAKI_USE_RELIABLE_DB GDRCOPY_ENABLE GDRCOPY_FIFO_ENABLE GDRCOPY_FLUSH_ENABLE GDRCOPY_SYNC_ENABLE
-GDR_FLUSH_DISABLE GRAPH_DUMP_FILE_RANK GRAPH_HELPER_DISABLE GRAPH_MIXING_SUPPORT GRAPH_REGISTER GRAPH_STREAM_ORDERING GROUP_CUDA_STREAM IB_ADAPTIVE_ROUTING IB_AR_THRESHOLD
-IB_DATA_DIRECT IB_DEVICE_PCI_ORDER IB_DISABLE IB_ECE_ENABLE IB_FIFO_TC IB_GID_INDEX IB_MERGE_NICS IB_MERGE_VFS IB_MQP_RETRY_ALL IB_MQP_RETRY_CNT
-IB_MQP_RETRY_SLEEP_MSEC IB_OOO_RQ IB_PCI_RELAXED_ORDERING IB_PKEY IB_PREPOST_RECEIVE_WORK_REQUESTS IB_QPS_PER_CONNECTION IB_QUERY_PORT_SPEED
+COMM_SHRINK_SHARE_RESOURCES COMM_SPLIT_SHARE_RESOURCES CONNECT_ROUND_MAX_PEERS CROSS_NIC CUMEM_ENABLE CUMEM_HOST_ENABLE DEV_API_JIT DISABLE_MEM_MANAGER
+DMABUF_ENABLE ELASTIC_BUFFER_REGISTER ENABLE_VERSION_CHECK GDAKI_USE_RELIABLE_DB GDRCOPY_ENABLE GDRCOPY_FIFO_ENABLE GDRCOPY_FLUSH_ENABLE GDRCOPY_SYNC_ENABLE
+GDR_FLUSH_DISABLE GRAPH_DUMP_FILE_RANK GRAPH_HELPER_DISABLE GRAPH_MIXING_SUPPORT GRAPH_REGISTER GRAPH_STREAM_ORDERING GROUP_CUDA_STREAM IB_ADAPTIVE_ROUTING
+IB_AR_THRESHOLD IB_DATA_DIRECT IB_DEVICE_PCI_ORDER IB_DISABLE IB_ECE_ENABLE IB_FIFO_TC IB_GID_INDEX IB_MERGE_NICS IB_MERGE_VFS IB_MQP_RETRY_ALL
+IB_MQP_RETRY_CNT IB_MQP_RETRY_SLEEP_MSEC IB_OOO_RQ IB_PCI_RELAXED_ORDERING IB_PKEY IB_PREPOST_RECEIVE_WORK_REQUESTS IB_QPS_PER_CONNECTION IB_QUERY_PORT_SPEED
 IB_RECEIVER_SIDE_MATCHING_SCHEME IB_RETRY_CNT IB_RETURN_ASYNC_EVENTS IB_ROCE_VERSION_NUM IB_ROUTABLE_FLID_GID_INDEX IB_SL IB_SPLIT_DATA_ON_QPS
 IB_SUBNET_AWARE_ROUTING IB_SUBNET_PREFIX_LEN IB_TC IB_TIMEOUT IB_USE_INLINE IB_WARN_RAIL_LOCAL IGNORE_COLLNET_MISMATCH IGNORE_CPU_AFFINITY IGNORE_DISABLED_P2P
 IGNORE_NET_MISMATCH IPC_USE_ABSTRACT_SOCKET L1_SHARED_MEMORY_CARVEOUT LAUNCH_ORDER_IMPLICIT LAUNCH_RACE_FATAL LEGACY_CUDA_REGISTER LL128_BUFFSIZE LL128_C2C
@@ -52,20 +52,21 @@ UNPACK_DOUBLE_NCHANNELS WIN_ENABLE WIN_STRIDE WORK_ARGS_BYTES WORK_FIFO_BYTES
 
 _TEXTS = frozenset("""
 ALGO CHECKPOINT_KVS_PATH CHECKS_DISABLE CHECK_MODE COMM_ID CONF_FILE CTA_POLICY DEBUG DEBUG_FILE DEBUG_SUBSYS DEBUG_TIMESTAMP_FORMAT DEBUG_TIMESTAMP_LEVELS
-ENV_PLUGIN GIN_PLUGIN GRAPH_DUMP_FILE GRAPH_FILE HOSTID IBVERBS_LIB IB_ADDR_FAMILY IB_ADDR_RANGE IB_CUDA_SUPPORT IB_HCA
-IB_PKEY_VALUE IB_RAIL_POLICY LAUNCH_MODE LL_THRESHOLD NET NETDEVS_POLICY NET_FORCE_MERGE NET_GDR_LEVEL NET_MERGE_LEVEL NET_MERGE_POLICY NET_PLUGIN
-OOB_NET_IFNAME P2P_LEVEL PROFILER_PLUGIN PROTO PROXY_CPUSET RAS_ADDR RMA_PLUGIN SET_THREAD_NAME SINGLE_RING_THRESHOLD SOCKET_FAMILY SOCKET_IFNAME SOCKET_MAGIC
-SYM_KERNEL THREAD_THRESHOLDS TOPO_DUMP_FILE TOPO_FILE TREE_THRESHOLD TUNER_CONFIG_FILE TUNER_PLUGIN
+ENV_PLUGIN GIN_PLUGIN GRAPH_DUMP_FILE GRAPH_FILE HOSTID IBVERBS_LIB IB_ADDR_FAMILY IB_ADDR_RANGE IB_CUDA_SUPPORT IB_HCA IB_PKEY_VALUE IB_RAIL_POLICY
+LAUNCH_MODE LL_THRESHOLD NET NETDEVS_POLICY NET_FORCE_MERGE NET_GDR_LEVEL NET_MERGE_LEVEL NET_MERGE_POLICY NET_PLUGIN OOB_NET_IFNAME P2P_LEVEL PROFILER_PLUGIN
+PROTO PROXY_CPUSET RAS_ADDR RMA_PLUGIN SET_THREAD_NAME SINGLE_RING_THRESHOLD SOCKET_FAMILY SOCKET_IFNAME SOCKET_MAGIC SYM_KERNEL THREAD_THRESHOLDS
+TOPO_DUMP_FILE TOPO_FILE TREE_THRESHOLD TUNER_CONFIG_FILE TUNER_PLUGIN
 """.split())
 
 # Families of names that belong to NCCL's own add-ons or to a network plugin; their members are not listed one by one.
-_FAMILIES = ("NCCL_IB_RESILIENCY_", "NCCL_GIN_", "NCCL_RESHARD_", "NCCL_INSPECTOR_", "NCCL_PROFILE_", "NCCL_PROFILER_", "NCCL_EP_", "NCCL_NET_PLUGIN_", "NCCL_RMA_PLUGIN_",
-             "NCCL_OFI_", "NCCL_FASTRAK_", "NCCL_GPUDIRECTTCPX_", "NCCL_UCX_", "NCCL_SHARP_")
+_FAMILIES = ("NCCL_IB_RESILIENCY_", "NCCL_GIN_", "NCCL_RESHARD_", "NCCL_INSPECTOR_", "NCCL_PROFILE_", "NCCL_PROFILER_", "NCCL_EP_",
+             "NCCL_NET_PLUGIN_", "NCCL_RMA_PLUGIN_", "NCCL_OFI_", "NCCL_FASTRAK_", "NCCL_GPUDIRECTTCPX_", "NCCL_UCX_", "NCCL_SHARP_")
 
 _OBSOLETE = {
-    "NCCL_ASYNC_ERROR_HANDLING": "TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_BLOCKING_WAIT": "TORCH_NCCL_BLOCKING_WAIT", "NCCL_DESYNC_DEBUG": "TORCH_NCCL_DESYNC_DEBUG",
-    "NCCL_ENABLE_TIMING": "TORCH_NCCL_ENABLE_TIMING", "NCCL_LL_THRESHOLD": "NCCL_PROTO", "NCCL_TREE_THRESHOLD": "NCCL_ALGO", "NCCL_MAX_NRINGS": "NCCL_MAX_NCHANNELS",
-    "NCCL_MIN_NRINGS": "NCCL_MIN_NCHANNELS", "NCCL_IB_CUDA_SUPPORT": "NCCL_NET_GDR_LEVEL",
+    "NCCL_ASYNC_ERROR_HANDLING": "TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_BLOCKING_WAIT": "TORCH_NCCL_BLOCKING_WAIT",
+    "NCCL_DESYNC_DEBUG": "TORCH_NCCL_DESYNC_DEBUG", "NCCL_ENABLE_TIMING": "TORCH_NCCL_ENABLE_TIMING",
+    "NCCL_LL_THRESHOLD": "NCCL_PROTO", "NCCL_TREE_THRESHOLD": "NCCL_ALGO",
+    "NCCL_MAX_NRINGS": "NCCL_MAX_NCHANNELS", "NCCL_MIN_NRINGS": "NCCL_MIN_NCHANNELS", "NCCL_IB_CUDA_SUPPORT": "NCCL_NET_GDR_LEVEL",
 }
 
 NAMES = frozenset("NCCL_" + name for name in _NUMBERS | _TEXTS)
@@ -150,9 +151,8 @@ def automatic_gid(gids: t.Iterable[t.Mapping[str, t.Any]], ipv6: bool = False, w
         candidate = table.get(index)
         if candidate is None or _family(candidate) != (6 if ipv6 else 4) or not _within(candidate, within):
             continue
-        if _family(table.get(current)) != _family(candidate):
-            current = index
-        elif _valid(candidate) and _version(candidate) == version and (_version(table.get(current)) != version or not _valid(table.get(current))):
+        better = _valid(candidate) and _version(candidate) == version and (_version(table.get(current)) != version or not _valid(table.get(current)))
+        if better or _family(table.get(current)) != _family(candidate):
             current = index
     return current
 
@@ -245,7 +245,7 @@ def check(generated: t.Mapping[str, str], profile: t.Mapping[str, str], rank: Ra
         if name.startswith("NCCL_"):
             _check_name(name, report)
     values = {**generated, **asked}
-    added = _from_files(values, generated, asked, rank, report)
+    added = _from_files(values, asked, rank, report)
     values.update({name: value for name, (value, _path) in added.items()})
     for name, value in sorted(asked.items()):
         _check_value(name, value, values, "env.%s" % name, report.fault, rank, report)
@@ -291,11 +291,12 @@ def _check_name(name: str, report: _Report) -> None:
 def _files(rank: Rank) -> list[tuple[str, t.Mapping[str, str]]]:
     """The files that NCCL reads in this service, the stronger first: .nccl.conf of its HOME, then /etc/nccl.conf. Homes of others do not count."""
     own = rank.home.rstrip("/") + "/.nccl.conf"
-    applying = [(path, content) for path, content in rank.conf.items() if isinstance(content, t.Mapping) and (path == own or not path.endswith("/.nccl.conf"))]
+    applying = [(path, content) for path, content in rank.conf.items()
+                if isinstance(content, t.Mapping) and (path == own or not path.endswith("/.nccl.conf"))]
     return sorted(applying, key=lambda item: (item[0] != own, item[0]))
 
 
-def _from_files(values: t.Mapping[str, str], generated: t.Mapping[str, str], asked: t.Mapping[str, str], rank: Rank, report: _Report) -> dict[str, tuple[str, str]]:
+def _from_files(values: t.Mapping[str, str], asked: t.Mapping[str, str], rank: Rank, report: _Report) -> dict[str, tuple[str, str]]:
     """What the host's files add to the environment: name -> (value, path). Values that the environment overrides are said, and then forgotten."""
     added: dict[str, tuple[str, str]] = {}
     for path, content in _files(rank):
@@ -305,7 +306,8 @@ def _from_files(values: t.Mapping[str, str], generated: t.Mapping[str, str], ask
             seen = "%s=%s in %s" % (name, value, path)
             if name in values:
                 source = "the profile" if name in asked else "the plan"
-                report.warn("limits.nccl_conf", seen, "%s=%s, as %s sets it" % (name, values[name], source), "The environment wins over the file; remove the line so that other programs agree.")
+                report.warn("limits.nccl_conf", seen, "%s=%s, as %s sets it" % (name, values[name], source),
+                            "The environment wins over the file; remove the line so that other programs agree.")
             elif name not in added:
                 added[name] = (value, path)
                 report.warn("limits.nccl_conf", seen, "no such line, or the same variable in the profile's env", _added_hint(name))
@@ -339,7 +341,8 @@ def _check_value(name: str, value: str, values: t.Mapping[str, str], field: str,
         return
     rule = _VALUE_RULES.get(name)
     if rule is not None and value:
-        rule(value, values, rank, lambda wanted, hint: wrong(field, value_seen, wanted, hint), lambda wanted, hint: report.warn(field, value_seen, wanted, hint))
+        rule(value, values, rank, lambda wanted, hint: wrong(field, value_seen, wanted, hint),
+             lambda wanted, hint: report.warn(field, value_seen, wanted, hint))
 
 
 Tell = t.Callable[[str, str], None]
@@ -366,11 +369,12 @@ def _family_value(value: str, values: t.Mapping[str, str], rank: Rank, wrong: Te
 
 
 def _timeout_value(value: str, values: t.Mapping[str, str], rank: Rank, wrong: Tell, note: Tell) -> None:
-    number_ = int(value)
-    if number_ <= 0 or number_ >= 32:
+    seconds_exponent = int(value)
+    if seconds_exponent <= 0 or seconds_exponent >= 32:
         wrong("18 to 23", _INFINITE + ".")
-    elif number_ > 23:
-        note("18 to 23", "4.096 us x 2^%d for each of 8 tries: a dead peer is noticed after about %d minutes." % (number_, round(4.096e-6 * 2 ** number_ * 8 / 60)))
+    elif seconds_exponent > 23:
+        minutes = round(4.096e-6 * 2 ** seconds_exponent * 8 / 60)
+        note("18 to 23", "4.096 us x 2^%d for each of 8 tries: a dead peer is noticed after about %d minutes." % (seconds_exponent, minutes))
 
 
 def _retry_value(value: str, values: t.Mapping[str, str], rank: Rank, wrong: Tell, note: Tell) -> None:
@@ -408,7 +412,8 @@ def _mnnvl_value(value: str, values: t.Mapping[str, str], rank: Rank, wrong: Tel
     if int(value) == 0 and rank.nvlink:
         wrong("1", "The replica's fabric is an NVLink domain. Name another fabric in replica_fabric instead.")
     elif int(value) == 1 and not rank.proven:
-        wrong("a proven NVLink domain", "1 forces multi-node NVLink, and NCCL ends with an error where the domain does not hold. Name the domain in replica_fabric (nvl:...).")
+        wrong("a proven NVLink domain", "1 forces multi-node NVLink, and NCCL ends with an error where the domain does not hold. "
+              "Name the domain in replica_fabric (nvl:...).")
 
 
 def _debugging_switch(value: str, values: t.Mapping[str, str], rank: Rank, wrong: Tell, note: Tell) -> None:
@@ -433,7 +438,8 @@ def _disable_value(value: str, values: t.Mapping[str, str], rank: Rank, wrong: T
 
 Rule = t.Callable[[str, t.Mapping[str, str], Rank, Tell, Tell], None]
 _VALUE_RULES: dict[str, Rule] = {
-    "NCCL_IB_GID_INDEX": _gid_index_value, "NCCL_IB_ADDR_RANGE": _address_range_value, "NCCL_IB_ADDR_FAMILY": _family_value, "NCCL_SOCKET_FAMILY": _family_value,
+    "NCCL_IB_GID_INDEX": _gid_index_value, "NCCL_IB_ADDR_RANGE": _address_range_value, "NCCL_IB_ADDR_FAMILY": _family_value,
+    "NCCL_SOCKET_FAMILY": _family_value,
     "NCCL_IB_TIMEOUT": _timeout_value, "NCCL_IB_RETRY_CNT": _retry_value, "NCCL_P2P_DISABLE": _p2p_disable_value, "NCCL_P2P_LEVEL": _p2p_level_value,
     "NCCL_CUMEM_ENABLE": _cumem_value, "NCCL_MNNVL_ENABLE": _mnnvl_value, "NCCL_SHM_DISABLE": _debugging_switch, "NCCL_P2P_DIRECT_DISABLE": _debugging_switch,
     "NCCL_MULTI_RANK_GPU_ENABLE": _multi_rank_value, "NCCL_NET": _net_value, "NCCL_IB_DISABLE": _disable_value,
@@ -494,7 +500,8 @@ def _check_gids(values: t.Mapping[str, str], rank: Rank, report: _Report) -> Non
             continue
         entry: Port = next((gid for gid in port.get("gids") or () if int(gid["index"]) == index), {})
         told = ["%s=%s" % (name, values[name]) for name in ("NCCL_IB_GID_INDEX", "NCCL_IB_ADDR_RANGE", "NCCL_IB_ADDR_FAMILY") if values.get(name)]
-        report.fault("hcas.gids", "%s: NCCL would use index %d (%s, %s) under %s" % (_port_name(port), index, entry.get("type") or "empty", entry.get("address") or "no address", ", ".join(told)),
+        what = "%s, %s" % (entry.get("type") or "empty", entry.get("address") or "no address")
+        report.fault("hcas.gids", "%s: NCCL would use index %d (%s) under %s" % (_port_name(port), index, what, ", ".join(told) or "no variable"),
                      "index %s, RoCE v2 with an address of the fabric" % " or ".join(map(str, sorted(right))),
                      "Remove what the profile's env or the host's nccl.conf sets, or correct it.")
 
@@ -523,11 +530,14 @@ def _check_socket_interface(asked: t.Mapping[str, str], values: t.Mapping[str, s
     family = values.get("NCCL_SOCKET_FAMILY")
     taken = selected_interfaces(spec, rank.interfaces, None if family not in ("AF_INET", "AF_INET6") else family == "AF_INET6")
     if not taken:
-        report.fault(field, spec, "an interface of this host that runs and has an address", "It selects none, and NCCL ends with an unclear error (NVIDIA/nccl#1837).")
+        report.fault(field, spec, "an interface of this host that runs and has an address",
+                     "It selects none, and NCCL ends with an unclear error (NVIDIA/nccl#1837).")
     elif len(taken) > 1 and spec[0] not in "^=" and spec in taken:
-        report.fault(field, spec, "=%s" % spec, "Without = it is a prefix and selects %s; NCCL takes whichever the kernel lists first (nccl-tests#9)." % ", ".join(taken))
+        report.fault(field, spec, "=%s" % spec,
+                     "Without = it is a prefix and selects %s; NCCL takes whichever the kernel lists first (nccl-tests#9)." % ", ".join(taken))
     elif len(taken) > 1:
-        report.warn(field, "%s, which selects %s" % (spec, ", ".join(taken)), "one interface: =%s" % rank.interface, "NCCL takes whichever the kernel lists first.")
+        report.warn(field, "%s, which selects %s" % (spec, ", ".join(taken)), "one interface: =%s" % rank.interface,
+                    "NCCL takes whichever the kernel lists first.")
 
 
 def _check_first_address(values: t.Mapping[str, str], rank: Rank, report: _Report) -> None:

@@ -371,11 +371,18 @@ def _imex_problem(one: Rank) -> str | None:
     imex = one.facts["limits"].get("imex") or {}
     domain = imex.get("domain")
     if not isinstance(domain, t.Mapping):
-        return "an IMEX domain that is not known on %s: %s" % (one.host.name, (imex.get("errors") or {}).get("domain") or "the service is %s" % (imex.get("service") or "not known"))
+        return "an IMEX domain that is not known on %s: %s" % (one.host.name, _imex_unknown(imex))
     if str(domain.get("status")).lower() != "up" or domain.get("ready") is False:
-        waiting = ["%s %s" % (node.get("host"), node.get("status")) for node in domain.get("nodes") or () if node.get("status") != "ready" or node.get("unconnected")]
+        nodes = [node for node in domain.get("nodes") or () if isinstance(node, t.Mapping)]
+        waiting = ["%s %s" % (node.get("host"), node.get("status")) for node in nodes if node.get("status") != "ready" or node.get("unconnected")]
         return "an IMEX domain that is %s on %s%s" % (domain.get("status"), one.host.name, ": " + ", ".join(waiting) if waiting else "")
     return None if imex.get("channels") else "no IMEX channel device on %s" % one.host.name
+
+
+def _imex_unknown(imex: Facts) -> str:
+    errors = imex.get("errors")
+    reason = errors.get("domain") if isinstance(errors, t.Mapping) else None
+    return str(reason or "the service is %s" % (imex.get("service") or "not known"))
 
 
 def _some_domain(ranks: t.Sequence[Rank]) -> str | None:
