@@ -35,4 +35,4 @@ class ActionModule(ActionBase):
         more = {"programs": list(adapter.programs), "optional_programs": list(adapter.optional_programs), "version_args": list(adapter.version_args),
                 "devices_args": list(adapter.devices_args) or None}
         arguments = {key: hostvars.plain(value) for key, value in arguments.items() if not hostvars.text(value) is None}
-        return dict(self._execute_module(module_name="rankzero.inference.engine_build", module_args={**arguments, "engine": adapter.name, **more}, task_vars=task_vars))
+        return dict(self._execute_module(module_name="rankzero.inference.engine_build", module_args={**arguments, "engine": adapter.name, "adapter": more}, task_vars=task_vars))

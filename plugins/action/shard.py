@@ -97,9 +97,9 @@ class ActionModule(ActionBase):
             raise AnsibleActionFail("the plan gives this rank an API key, but api_key is not set: give shard the same key as replica_plan")
         return {"api_key": str(self._arguments["api_key"])}
 
-    def _call(self, **module_arguments: t.Any) -> dict[str, t.Any]:
+    def _call(self, state: str = "present", secrets: dict[str, str] | None = None, **revision: t.Any) -> dict[str, t.Any]:
         """The one remote call."""
-        module_arguments = {"state": "present", "replica": str(self._arguments["replica"]), "replica_root": str(self._arguments["replica_root"]), **module_arguments}
+        module_arguments = {"state": state, "replica": str(self._arguments["replica"]), "replica_root": str(self._arguments["replica_root"]), "revision": revision, "secrets": secrets}
         result = dict(self._execute_module(module_name="rankzero.inference.shard", module_args=module_arguments, task_vars=self._task_vars))
         result["remote_calls"] = 1
         return result

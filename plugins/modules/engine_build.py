@@ -39,6 +39,10 @@ options:
     description: The record is written below this directory.
     type: path
     default: /
+  adapter:
+    description: Filled in by the action plugin with the programs that the engine's adapter names; not for playbooks.
+    type: dict
+    default: {}
 attributes:
   action:
     support: full
@@ -94,7 +98,6 @@ from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.rankzero.inference.plugins.module_utils import engine_probe
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
-# The last four come from the action plugin, which asks the engine's adapter.
 ARGUMENTS: t.Dict[str, t.Any] = {
     "engine": {"type": "str", "required": True},
     "name": {"type": "str", "default": "default"},
@@ -102,22 +105,20 @@ ARGUMENTS: t.Dict[str, t.Any] = {
     "env": {"type": "dict", "default": {}},
     "state": {"type": "str", "choices": ["present", "absent"], "default": "present"},
     "replica_root": {"type": "path", "default": "/"},
-    "programs": {"type": "list", "elements": "str"},
-    "optional_programs": {"type": "list", "elements": "str", "default": []},
-    "version_args": {"type": "list", "elements": "str", "default": ["--version"]},
-    "devices_args": {"type": "list", "elements": "str"},
+    # programs, optional_programs, version_args, devices_args
+    "adapter": {"type": "dict", "default": {}},
 }
 
 
 def probe(module: AnsibleModule) -> t.Dict[str, t.Any]:
-    params = module.params
+    params, adapter = module.params, module.params["adapter"]
     env = {str(name): str(value) for name, value in params["env"].items()}
-    programs = engine_probe.find_programs(params["path"], params["programs"], params["optional_programs"])
-    main_program = programs[params["programs"][0]]
+    programs = engine_probe.find_programs(params["path"], adapter["programs"], adapter["optional_programs"])
+    main_program = programs[adapter["programs"][0]]
     devices = None
-    version = engine_probe.version(module.run_command, main_program, params["version_args"], env)
-    if params["devices_args"]:
-        devices = engine_probe.parse_devices(engine_probe.ask(module.run_command, main_program, params["devices_args"], env)[0])
+    version = engine_probe.version(module.run_command, main_program, adapter["version_args"], env)
+    if adapter["devices_args"]:
+        devices = engine_probe.parse_devices(engine_probe.ask(module.run_command, main_program, adapter["devices_args"], env)[0])
     return {
         "engine": params["engine"], "name": params["name"], "path": main_program, "paths": programs, "version": version, "env": env, "devices": devices, "nccl": None,
         "fingerprint": engine_probe.fingerprint(programs),
@@ -165,7 +166,7 @@ def absent(module: AnsibleModule, path: str) -> None:
 
 
 def main() -> None:
-    module = AnsibleModule(argument_spec=ARGUMENTS, required_if=[("state", "present", ["path", "programs"])], supports_check_mode=True)
+    module = AnsibleModule(argument_spec=ARGUMENTS, required_if=[("state", "present", ["path"])], supports_check_mode=True)
     for field in ("engine", "name"):
         if not _NAME.match(module.params[field]):
             module.fail_json(msg="%s %r: letters, digits, . _ and - are wanted, and a letter or digit first" % (field, module.params[field]))

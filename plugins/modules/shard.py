@@ -41,6 +41,13 @@ options:
     description: Everything is written below this directory. An unprivileged user, a demonstration or a test uses another than V(/).
     type: str
     default: /
+  revision:
+    description: Filled in by the action plugin with the rendered revision; not for playbooks.
+    type: dict
+    default: {}
+  secrets:
+    description: Filled in by the action plugin from O(api_key); not for playbooks.
+    type: dict
 attributes:
   action:
     support: full
@@ -98,26 +105,21 @@ from ansible.module_utils.basic import AnsibleModule
 
 from ansible_collections.rankzero.inference.plugins.module_utils.deployment import Deployment, DeploymentError, ServiceError
 
-# What the action plugin of the same name hands over; people use its options, documented above.
 ARGUMENTS: t.Dict[str, t.Any] = {
     "state": {"type": "str", "choices": ["present", "restored", "absent", "stopped", "restarted"], "default": "present"},
     "replica": {"type": "str", "required": True},
+    "shard": {"type": "dict", "default": {}},
+    "api_key": {"type": "str", "no_log": True},
     "replica_root": {"type": "str", "default": "/"},
-    "fingerprint": {"type": "str"},
-    "failed_fingerprint": {"type": "str"},
-    "files": {"type": "dict"},
-    "unit_name": {"type": "str"},
-    "manager": {"type": "str", "choices": ["systemd", "supervisor"]},
-    "supervisord": {"type": "str"},
-    "user": {"type": "str", "default": "root"},
-    "force_restart": {"type": "bool", "default": False},
+    # fingerprint, failed_fingerprint, files, unit_name, manager, supervisord, user, force_restart: what the action plugin rendered.
+    "revision": {"type": "dict", "default": {}},
     "secrets": {"type": "dict", "no_log": True},
 }
 
 
 def main() -> None:
     module = AnsibleModule(argument_spec=ARGUMENTS, supports_check_mode=True)
-    deployment = Deployment(module.params, module.run_command, module.check_mode)
+    deployment = Deployment({**module.params, **module.params["revision"]}, module.run_command, module.check_mode)
     try:
         getattr(deployment, module.params["state"])()
     except (DeploymentError, ServiceError) as error:

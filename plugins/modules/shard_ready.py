@@ -160,7 +160,7 @@ verdict:
         connected: null
         judged_without_gpu: false
         restarts: 0
-    log_lines: {description: The telling line of the log and the last ones, after a failure., type: list, elements: str, returned: always}
+    log_lines: {description: 'After a failure, the telling line of the log and the last ones.', type: list, elements: str, returned: always}
 rank:
   description: Rank of the shard on this host.
   returned: when a revision is there
