@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pwd
@@ -13,7 +14,7 @@ import time
 import typing as t
 
 from ansible_collections.rankzero.inference.plugins.module_utils import processes
-from ansible_collections.rankzero.inference.plugins.module_utils.revisions import SECRETS, Owner, Revisions
+from ansible_collections.rankzero.inference.plugins.module_utils.revisions import SECRETS, Owner, Revisions, replace_file
 from ansible_collections.rankzero.inference.plugins.module_utils.service_managers import Manager, RunCommand, ServiceError, Supervisor, Systemd
 
 KEEP_REVISIONS = 3
@@ -99,6 +100,8 @@ class Deployment:
             self._act("switch current to revision %s" % fingerprint, lambda: self.revisions.activate(fingerprint))
         if not installed:
             self._act("install %s" % manager.path, lambda: manager.install(unit))
+        elif not self.check:
+            manager.install(unit)           # finishes what an interrupted run has begun
         self._act("restart the service (%s)" % manager.name, manager.restart)
 
     def _unit_name(self, manager: Manager) -> str:
@@ -167,8 +170,8 @@ class Deployment:
             for pid in self._marked():
                 try:
                     os.kill(pid, signal_number)
-                except ProcessLookupError:
-                    pass
+                except (ProcessLookupError, PermissionError):
+                    pass                    # gone, or another user's: what is left is told below
             deadline = time.monotonic() + seconds
             while self._marked() and time.monotonic() < deadline:
                 time.sleep(0.1)
@@ -199,9 +202,10 @@ class Deployment:
     def _made_users(self) -> t.List[str]:
         try:
             with open(self._users_file(), encoding="utf-8") as stream:
-                return [str(name) for name in json.load(stream)]
+                names = json.load(stream)
         except (OSError, ValueError):
             return []
+        return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
     def _ensure_user(self) -> None:
         """The service's own system user, made when it is missing, and remembered so that removal takes only what we made."""
@@ -212,12 +216,15 @@ class Deployment:
         self._act(" ".join(command), lambda: self._make_user(name, command))
 
     def _make_user(self, name: str, command: t.List[str]) -> None:
-        rc, out, err = self.run_command(command)
+        """Remembered after it is made: an interruption between leaves a user too many, never one to remove that somebody else made."""
+        self._run(command)
+        self.revisions.prepare_config_root()
+        replace_file(self._users_file(), json.dumps(sorted(set(self._made_users()) | {name})), 0o644)
+
+    def _run(self, command: t.List[str]) -> None:
+        rc, out, err = self.run_command(command, expand_user_and_vars=False)
         if rc != 0:
             raise DeploymentError("%s ended with %d: %s" % (" ".join(command), rc, (err or out).strip()))
-        os.makedirs(self.revisions.config_root, 0o755, exist_ok=True)
-        with open(self._users_file(), "w", encoding="utf-8") as stream:
-            json.dump(sorted(set(self._made_users()) | {name}), stream)
 
     def _remove_user(self) -> None:
         """Users that we made go with the last replica."""
@@ -226,7 +233,7 @@ class Deployment:
             return
         for name in made:
             if _user(name) is not None:
-                self._act("userdel %s" % name, lambda name=name: self.run_command(["userdel", name]))
+                self._act("userdel %s" % name, functools.partial(self._run, ["userdel", name]))
         self._act("remove %s" % self._users_file(), lambda: os.unlink(self._users_file()))
 
     def _other_replicas(self) -> t.List[str]:
@@ -260,9 +267,9 @@ class Deployment:
             else:
                 self._diff_entry(name, "(program)\n" if before else "", "(program, changed)\n" if before else "(program, new)\n")
         for name, text in sorted(secrets.items()):
-            before = self.revisions.read(current, "%s/%s" % (SECRETS, name))
-            if before != text:
-                self._diff_entry("%s/%s" % (SECRETS, name), "(secret)\n" if before else "", "(secret, changed)\n" if before else "(secret, new)\n")
+            secret = self.revisions.read(current, "%s/%s" % (SECRETS, name))
+            if secret != text:
+                self._diff_entry("%s/%s" % (SECRETS, name), "(secret)\n" if secret else "", "(secret, changed)\n" if secret else "(secret, new)\n")
 
     def _diff_entry(self, name: str, before: str, after: str) -> None:
         path = "%s/current/%s" % (self.revisions.directory, name)

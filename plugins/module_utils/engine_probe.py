@@ -19,7 +19,11 @@ RunCommand = Callable[..., tuple[int, str, str]]
 _VERSION = re.compile(r"\bversion:?\s+v?([0-9][^\s,]*)", re.IGNORECASE)
 _DEVICE = re.compile(r"^\s+([A-Za-z]+[0-9]*): (.*?)(?: \((\d+) MiB, (\d+) MiB free\))?\s*$")
 _LIBRARY = re.compile(r"\.so(\.[0-9]+)*$")
+ANSWER_SECONDS = 120        # a driver that wakes up many GPUs takes its time; a program that serves instead of answering takes for ever
 CLEAN_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+TIMED_OUT = 124             # timeout(1)
 
 
 class ProbeError(Exception):
@@ -30,6 +34,8 @@ def find_programs(path: str, names: Sequence[str], optional: Sequence[str]) -> d
     """C({program name: absolute path}) in a directory, or beside a program whose path is given."""
     if not os.path.isabs(path):
         raise ProbeError("%s is no absolute path" % path)
+    if "=" in path:
+        raise ProbeError("%s has a = in it, and env(1) would take it for a variable: install the build under another path" % path)
     directory = path if os.path.isdir(path) else os.path.dirname(path)
     found = {name: os.path.join(directory, name) for name in [*names, *optional] if os.access(os.path.join(directory, name), os.X_OK)}
     missing = [name for name in names if name not in found]
@@ -40,10 +46,13 @@ def find_programs(path: str, names: Sequence[str], optional: Sequence[str]) -> d
 
 def ask(run_command: RunCommand, program: str, args: Sequence[str], env: Mapping[str, str]) -> tuple[str, str]:
     """(stdout, stderr) of a program that must end with 0."""
-    words = ["env", "-i", "PATH=" + CLEAN_PATH, "LANG=C.UTF-8", "HOME=/nonexistent", *("%s=%s" % item for item in sorted(env.items())), program, *args]
-    rc, out, err = run_command(words, cwd="/")
+    words = ["timeout", "--kill-after=5", str(ANSWER_SECONDS), "env", "-i", "PATH=" + CLEAN_PATH, "LANG=C.UTF-8", "HOME=/nonexistent",
+             *("%s=%s" % item for item in sorted(env.items())), program, *args]
+    rc, out, err = run_command(words, cwd="/", expand_user_and_vars=False)
     if rc == 0:
         return out, err
+    if rc == TIMED_OUT:
+        raise ProbeError("%s %s did not answer within %d s" % (program, " ".join(args), ANSWER_SECONDS))
     number = -rc if rc < 0 else rc - 128
     if number == signal.SIGILL:
         raise ProbeError("%s dies with SIGILL: it was built for a processor with instructions that this one has not" % program)
@@ -70,18 +79,18 @@ def parse_devices(text: str) -> list[dict[str, Any]]:
 
 
 def fingerprint(programs: Mapping[str, str]) -> str:
-    """16 hex digits over the programs and the shared libraries beside them, by name and content."""
+    """16 hex digits over the programs and the shared libraries beside them, by name and content. Raises OSError where one cannot be read."""
     files = set(programs.values())
     for directory in {os.path.dirname(path) for path in programs.values()}:
         files |= {os.path.join(directory, name) for name in os.listdir(directory) if _LIBRARY.search(name)}
-    total = hashlib.sha256()
+    lines = []
     seen: dict[tuple[int, int], str] = {}
-    for path in sorted(files, key=os.path.basename):
+    for path in files:
         status = os.stat(path)
         digest = seen.get((status.st_dev, status.st_ino)) or _file_digest(path)
         seen[(status.st_dev, status.st_ino)] = digest
-        total.update(("%s %s\n" % (os.path.basename(path), digest)).encode())
-    return total.hexdigest()[:16]
+        lines.append("%s %s\n" % (os.path.basename(path), digest))
+    return hashlib.sha256("".join(sorted(lines)).encode("utf-8", "surrogateescape")).hexdigest()[:16]     # not by directory: hosts may differ in that
 
 
 def _file_digest(path: str) -> str:

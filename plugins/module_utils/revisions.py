@@ -3,14 +3,17 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
 """The files of a replica on one host: revisions side by side, switched by one symbolic link.
 
-A revision is written under another name and renamed when it is whole, so a host is always in one of two states: old or new.
+A revision is written under another name and renamed when it is whole, so a host is always in one of two states: old or new. Nothing counts
+as written before it is on the disk: a power cut leaves old or new, too.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
+import stat
 import typing as t
 
 SECRETS = "secrets"
@@ -34,7 +37,7 @@ class Revisions:
     def linked(self, name: str) -> t.Optional[str]:
         """The fingerprint that C(current) or C(previous) points at, or None."""
         try:
-            return os.path.basename(os.readlink("%s/%s" % (self.directory, name)))
+            return os.path.basename(os.readlink("%s/%s" % (self.directory, name)).rstrip("/")) or None
         except OSError:
             return None
 
@@ -42,53 +45,51 @@ class Revisions:
         """Fingerprints of complete revisions, oldest first."""
         parent = self.directory + "/revisions"
         try:
-            names = [name for name in os.listdir(parent) if not name.startswith(".")]
+            with os.scandir(parent) as entries:
+                found = [(entry.stat(follow_symlinks=False).st_mtime, entry.name) for entry in entries
+                         if not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False)]
         except OSError:
             return []
-        return sorted(names, key=lambda name: os.stat("%s/%s" % (parent, name)).st_mtime)
+        return [name for _written, name in sorted(found)]
 
     def read(self, fingerprint: t.Optional[str], name: str) -> t.Optional[str]:
         """The text of one file of a revision, or None."""
         if fingerprint is None:
             return None
         try:
-            with open("%s/%s" % (self.path(fingerprint), name), encoding="utf-8") as stream:
+            with open("%s/%s" % (self.path(fingerprint), name), encoding="utf-8", newline="") as stream:
                 return stream.read()
         except (OSError, UnicodeDecodeError):
             return None
 
     def same(self, fingerprint: str, files: t.Mapping[str, str], secrets: t.Mapping[str, str]) -> bool:
-        """True where the revision holds exactly these files and secrets."""
-        try:
-            names = sorted(os.listdir(self.path(fingerprint)))
-        except OSError:
+        """True where the revision holds exactly these files and secrets, with the modes that they were given."""
+        directory = self.path(fingerprint)
+        if not _holds(directory, 0o750, [*files, *([SECRETS] if secrets else [])]) or (secrets and not _holds("%s/%s" % (directory, SECRETS), 0o700, list(secrets))):
             return False
-        wanted = sorted(list(files) + ([SECRETS] if secrets else []))
-        if names != wanted:
-            return False
-        texts = [(name, text) for name, text in files.items()] + [("%s/%s" % (SECRETS, name), text) for name, text in secrets.items()]
-        return all(self.read(fingerprint, name) == text for name, text in texts)
+        wanted = [(name, text, _mode(name)) for name, text in files.items()] + [("%s/%s" % (SECRETS, name), text, 0o600) for name, text in secrets.items()]
+        return all(_is_file("%s/%s" % (directory, name), mode) and self.read(fingerprint, name) == text for name, text, mode in wanted)
 
     def write(self, fingerprint: str, files: t.Mapping[str, str], secrets: t.Mapping[str, str], owner: "Owner") -> None:
         """Write a whole revision beside the others and put it into place by rename."""
-        _directory(self.config_root, 0o755, None)
-        _directory(self.directory, 0o755, None)
-        _directory(self.directory + "/revisions", 0o755, None)
-        target, unfinished = self.path(fingerprint), "%s/revisions/.new-%s" % (self.directory, fingerprint)
-        shutil.rmtree(unfinished, ignore_errors=True)
+        parent = self.directory + "/revisions"
+        _parents(parent)
+        unfinished = "%s/.new-%s" % (parent, fingerprint)
+        _remove(unfinished)
         try:
-            _directory(unfinished, 0o750, owner)
+            _directory(unfinished, 0o750, owner.of_config())
             for name, text in files.items():
-                _file("%s/%s" % (unfinished, name), text, 0o750 if name.endswith(".py") else 0o640, owner)
+                write_file("%s/%s" % (unfinished, name), text, _mode(name), owner.of_config())
             if secrets:
-                _directory("%s/%s" % (unfinished, SECRETS), 0o700, owner if owner.private else None)
+                _directory("%s/%s" % (unfinished, SECRETS), 0o700, owner.of_secrets())
             for name, text in secrets.items():
-                _file("%s/%s/%s" % (unfinished, SECRETS, name), text, 0o600, owner if owner.private else None)
-            shutil.rmtree(target, ignore_errors=True)
-            os.rename(unfinished, target)
+                write_file("%s/%s/%s" % (unfinished, SECRETS, name), text, 0o600, owner.of_secrets())
+            sync_directory(unfinished)
+            _exchange(unfinished, self.path(fingerprint), "%s/.old-%s" % (parent, fingerprint))
         except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
+        sync_directory(parent)
 
     def activate(self, fingerprint: str) -> None:
         """Point C(current) at a revision and C(previous) at the one before."""
@@ -100,37 +101,42 @@ class Revisions:
         _link("%s/current" % self.directory, "revisions/" + fingerprint)
 
     def forget(self, fingerprint: t.Optional[str]) -> None:
-        """Remove one revision and any link to it."""
+        """Remove one revision and any link to it. C(previous) then points at the newest other one, so that there still is a way back."""
         if fingerprint is None:
             return
         for name in ("current", "previous"):
             if self.linked(name) == fingerprint:
                 os.unlink("%s/%s" % (self.directory, name))
-        shutil.rmtree(self.path(fingerprint), ignore_errors=True)
+        _remove(self.path(fingerprint))
+        others = [name for name in self.known() if name != self.linked("current")]
+        if others and self.linked("current") and self.linked("previous") is None:
+            _link("%s/previous" % self.directory, "revisions/" + others[-1])
 
     def prune(self, keep: int) -> None:
-        """Keep the newest C(keep) revisions, and in any case those that a link points at."""
+        """Keep the newest C(keep) revisions, and in any case those that a link points at. What an interrupted run left half written goes too."""
         linked = {self.linked("current"), self.linked("previous")}
-        for fingerprint in self.known()[:-keep]:
-            if fingerprint not in linked:
-                shutil.rmtree(self.path(fingerprint), ignore_errors=True)
+        known, parent = self.known(), self.directory + "/revisions"
+        half_written = [name for name in os.listdir(parent) if name.startswith((".new-", ".old-"))] if os.path.isdir(parent) else []
+        for name in known[:max(0, len(known) - keep)] + half_written:
+            if name not in linked:
+                _remove("%s/%s" % (parent, name))
+
+    def prepare_config_root(self) -> None:
+        _parents(self.config_root)
 
     def prepare_directories(self, owner: "Owner") -> None:
         """Working, state and log directories, owned by the service's user."""
-        base = os.path.dirname(os.path.dirname(self.config_root))
         for path in (self.work_dir, self.state_dir, self.log_dir):
-            parent = os.path.dirname(path)
-            _directory(parent, 0o755, None)
+            _parents(os.path.dirname(path))
             _directory(path, 0o755 if path == self.state_dir else 0o750, owner)
-        _directory(base or "/", 0o755, None)
 
     def remove_all(self) -> t.List[str]:
         """Remove every file of the replica on this host, and directories of ours that are empty then. Returns what was removed."""
         removed = []
+        for path in self.present():
+            _remove(path)
+            removed.append(path)
         for path in (self.directory, self.state_dir, self.work_dir, self.log_dir):
-            if os.path.lexists(path):
-                shutil.rmtree(path)
-                removed.append(path)
             parent = os.path.dirname(path)
             if os.path.basename(parent) == "rankzero" and os.path.isdir(parent) and not os.listdir(parent):
                 os.rmdir(parent)
@@ -163,37 +169,128 @@ class Owner:
         self.gid = gid
         self.private = private
 
+    def of_config(self) -> "Owner":
+        """Configuration belongs to root and is readable by the service's group: a service cannot change what it is started with."""
+        return self if self.private else Owner(0, self.gid, False)
 
-def _directory(path: str, mode: int, owner: t.Optional[Owner]) -> None:
+    def of_secrets(self) -> "Owner":
+        """Secrets are root's alone; systemd hands them over (LoadCredential=)."""
+        return self if self.private else Owner(0, 0, False)
+
+
+def _mode(name: str) -> int:
+    return 0o750 if name.endswith(".py") else 0o640
+
+
+def _holds(path: str, mode: int, names: t.List[str]) -> bool:
+    """True for a directory of this mode with exactly these entries."""
+    try:
+        status = os.lstat(path)
+        return stat.S_ISDIR(status.st_mode) and stat.S_IMODE(status.st_mode) == mode and sorted(os.listdir(path)) == sorted(names)
+    except OSError:
+        return False
+
+
+def _is_file(path: str, mode: int) -> bool:
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return False
+    return stat.S_ISREG(status.st_mode) and stat.S_IMODE(status.st_mode) == mode
+
+
+def _parents(path: str) -> None:
+    """Make a directory that everybody may pass through, and those above it, whatever the umask is. What is there already stays as it is."""
+    if not path or os.path.isdir(path):
+        return
+    _parents(os.path.dirname(path))
+    os.mkdir(path, 0o755)
+    os.chmod(path, 0o755)
+
+
+def _directory(path: str, mode: int, owner: Owner) -> None:
     if not os.path.isdir(path):
-        os.makedirs(path, mode)
-    if owner is not None:
-        os.chmod(path, mode)
-        _chown(path, owner)
-
-
-def _file(path: str, text: str, mode: int, owner: t.Optional[Owner]) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-        os.fchmod(stream.fileno(), mode)
-        if owner is not None:
-            _chown(path, owner)
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
+        os.mkdir(path, 0o700)
+    _chown(path, owner)
+    os.chmod(path, mode)
 
 
 def _chown(path: str, owner: Owner) -> None:
-    """Files belong to root and are readable by the service's group; directories that the service writes into belong to it."""
     if os.geteuid() == 0:
-        writes = os.path.isdir(path) and "/etc/rankzero/" not in path
-        os.chown(path, owner.uid if writes or owner.private else 0, owner.gid)
+        os.chown(path, owner.uid, owner.gid)
+
+
+def write_file(path: str, text: str, mode: int, owner: t.Optional[Owner] = None) -> None:
+    """Write a file that is not there yet, and get it onto the disk. It never has a wider mode than it is to have. An OSError names the path."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8", newline="") as stream:
+            stream.write(text)
+            stream.flush()
+            if owner is not None:
+                _chown(path, owner)
+            os.fchmod(stream.fileno(), mode)
+            os.fsync(stream.fileno())
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), path) from error
+
+
+def replace_file(path: str, text: str, mode: int) -> None:
+    """Write a file by rename: whoever reads it sees the old text or the new one."""
+    unfinished = path + ".new"
+    _remove(unfinished)
+    try:
+        write_file(unfinished, text, mode)
+        os.rename(unfinished, path)
+    except BaseException:
+        _remove(unfinished)
+        raise
+    sync_directory(os.path.dirname(path))
+
+
+def sync_directory(path: str) -> None:
+    """Get a rename onto the disk. Some file systems cannot; then it is as durable as they make it."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _remove(path: str) -> None:
+    """Remove whatever has this name; nothing there is fine."""
+    if os.path.islink(path) or os.path.isfile(path):
+        os.unlink(path)
+    elif os.path.lexists(path):
+        shutil.rmtree(path)
+
+
+def _exchange(unfinished: str, target: str, aside: str) -> None:
+    """Put a directory into place. One that is there (damaged, since it is written again) steps aside, and comes back if the new one cannot go in."""
+    _remove(aside)
+    replaces = os.path.lexists(target)
+    if replaces:
+        os.rename(target, aside)
+    try:
+        os.rename(unfinished, target)
+    except BaseException:
+        if replaces:
+            os.rename(aside, target)
+        raise
+    _remove(aside)
 
 
 def _link(path: str, target: str) -> None:
     """Replace a symbolic link by rename, so that it never points nowhere."""
     unfinished = path + ".new"
-    if os.path.lexists(unfinished):
-        os.unlink(unfinished)
+    _remove(unfinished)
     os.symlink(target, unfinished)
-    os.rename(unfinished, path)
+    try:
+        os.rename(unfinished, path)
+    except BaseException:
+        os.unlink(unfinished)
+        raise
+    sync_directory(os.path.dirname(path))

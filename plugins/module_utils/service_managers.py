@@ -10,6 +10,8 @@ import signal
 import time
 import typing as t
 
+from ansible_collections.rankzero.inference.plugins.module_utils.revisions import replace_file
+
 RunCommand = t.Callable[..., t.Tuple[int, str, str]]
 UNIT_DIR = "/etc/systemd/system"
 
@@ -29,28 +31,23 @@ class Systemd:
         self._run = run_command
 
     def _systemctl(self, *args: str) -> str:
-        rc, out, err = self._run(["systemctl", *args])
+        rc, out, err = self._run(["systemctl", *args], expand_user_and_vars=False)
         if rc != 0:
             raise ServiceError("systemctl %s ended with %d: %s" % (" ".join(args), rc, (err or out).strip()))
         return out
 
     def read(self) -> t.Optional[str]:
-        try:
-            with open(self.path, encoding="utf-8") as stream:
-                return stream.read()
-        except OSError:
-            return None
+        return _read(self.path)
 
     def install(self, text: str) -> None:
-        """Write the unit, make systemd read it, and enable it for the next boot."""
+        """Write the unit, make systemd read it, and enable it for the next boot: each step that is not done yet, so an interrupted one is finished."""
         if self.read() != text:
-            unfinished = self.path + ".new"
-            with open(unfinished, "w", encoding="utf-8") as stream:
-                os.fchmod(stream.fileno(), 0o644)
-                stream.write(text)
-            os.rename(unfinished, self.path)
+            replace_file(self.path, text, 0o644)
+        found = self._systemctl("show", self.unit, "-p", "NeedDaemonReload", "-p", "LoadState", "-p", "UnitFileState").split()
+        if "NeedDaemonReload=no" not in found or "LoadState=loaded" not in found:
             self._systemctl("daemon-reload")
-        self._systemctl("enable", self.unit)
+        if "UnitFileState=enabled" not in found:
+            self._systemctl("enable", self.unit)
 
     def active(self) -> bool:
         _rc, out, _err = self._run(["systemctl", "show", self.unit, "-p", "ActiveState", "--value"])
@@ -86,20 +83,11 @@ class Supervisor:
         self._run = run_command
 
     def read(self) -> t.Optional[str]:
-        try:
-            with open(self.path, encoding="utf-8") as stream:
-                return stream.read()
-        except OSError:
-            return None
+        return _read(self.path)
 
     def install(self, text: str) -> None:
-        if self.read() == text:
-            return
-        unfinished = self.path + ".new"
-        with open(unfinished, "w", encoding="utf-8") as stream:
-            os.fchmod(stream.fileno(), 0o640)
-            stream.write(text)
-        os.rename(unfinished, self.path)
+        if self.read() != text:
+            replace_file(self.path, text, 0o640)
 
     def _pid(self) -> t.Optional[int]:
         """The pid of our supervisord: it must be alive and run with our configuration file."""
@@ -119,7 +107,7 @@ class Supervisor:
         self.stop(120)
         if not self._program:
             raise ServiceError("supervisord was not found: install the Python package supervisor on the host (pip install supervisor)")
-        rc, out, err = self._run([self._program, "-c", self.path])
+        rc, out, err = self._run([self._program, "-c", self.path], expand_user_and_vars=False)
         if rc != 0:
             raise ServiceError("%s -c %s ended with %d: %s" % (self._program, self.path, rc, (err or out).strip()))
 
@@ -140,6 +128,15 @@ class Supervisor:
             os.unlink(self.path)
         except FileNotFoundError:
             pass
+
+
+def _read(path: str) -> t.Optional[str]:
+    """The text of a service file, or None where there is none. Damaged bytes make a text that differs from every rendered one."""
+    try:
+        with open(path, encoding="utf-8", errors="replace", newline="") as stream:
+            return stream.read()
+    except OSError:
+        return None
 
 
 Manager = t.Union[Systemd, Supervisor]

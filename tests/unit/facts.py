@@ -6,15 +6,9 @@
 from __future__ import annotations
 
 import copy
-import sys
 from typing import Any
 
-from conftest import COLLECTIONS
-
-if str(COLLECTIONS) not in sys.path:
-    sys.path.insert(0, str(COLLECTIONS))
-
-from ansible_collections.rankzero.inference.plugins.plugin_utils.plan import HostInput, Request, build_plan  # noqa: E402
+from ansible_collections.rankzero.inference.plugins.plugin_utils.plan import HostInput, Request, build_plan
 
 H100 = {"model": "NVIDIA H100 80GB HBM3", "total_mib": 81559, "capability": "9.0"}
 A100 = {"model": "NVIDIA A100-SXM4-40GB", "total_mib": 40960, "capability": "8.0"}
