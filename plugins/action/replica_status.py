@@ -13,7 +13,7 @@ from ansible.utils.display import Display
 from ansible_collections.rankzero.inference.plugins.plugin_utils import hostvars, status
 
 display = Display()
-ARGUMENTS: dict[str, t.Any] = {"replica": {"type": "str", "required": True}, "looks": {"type": "str"}}
+ARGUMENTS: dict[str, t.Any] = {"replica": {"type": "str", "required": True}, "looks": {"type": "str"}, "plan": {"type": "dict"}}
 
 
 class ActionModule(ActionBase):
@@ -29,6 +29,7 @@ class ActionModule(ActionBase):
         for host in hosts:
             raw = hostvars.raw_variables(task_vars, host)
             seen[host] = (hostvars.plain(hostvars.facts_of(raw)), hostvars.plain(raw.get(arguments["looks"]) if arguments["looks"] else None))
-        ranks = status.ranks(arguments["replica"], seen)
-        display.display(status.text(arguments["replica"], ranks, hosts))
+        plan = hostvars.plain(arguments["plan"])
+        ranks = status.ranks(arguments["replica"], seen, plan)
+        display.display(status.text(arguments["replica"], ranks, hosts, ((plan or {}).get("leader") or {}).get("url")))
         return {"changed": False, "ranks": ranks, "ready": status.whole(ranks)}

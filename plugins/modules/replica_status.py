@@ -21,6 +21,9 @@ options:
   looks:
     description: Name of the variable in which every host registered its M(rankzero.inference.shard_ready) result.
     type: str
+  plan:
+    description: The plan that was just deployed. Without it, the hosts' facts say what is there.
+    type: dict
 attributes:
   action:
     support: full

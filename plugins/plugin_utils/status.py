@@ -12,14 +12,19 @@ from ansible_collections.rankzero.inference.plugins.plugin_utils.tables import t
 Seen = t.Mapping[str, t.Tuple[t.Any, t.Any]]
 
 
-def ranks(replica: str, seen: Seen) -> list[dict[str, t.Any]]:
-    """One entry for each host that has a shard of the replica, by rank.  C(seen): host -> (node facts, result of shard_ready or None)."""
+def ranks(replica: str, seen: Seen, planned: t.Mapping[str, t.Any] | None = None) -> list[dict[str, t.Any]]:
+    """One entry for each host that has a shard of the replica, by rank.
+
+    C(seen): host -> (node facts, result of shard_ready or None).  C(planned): the plan that was just deployed; facts are from before it.
+    """
     found = []
     for host, (facts, look) in seen.items():
         record = ((facts or {}).get("shards") or {}).get(replica)
+        if planned is not None:
+            record = _deployed(record, planned["shards"].get(host), look)
         if record is None:
             continue
-        verdict = (look or {}).get("verdict") or {}
+        verdict = (look or {}).get("verdict") or {"evidence": record.get("evidence")}
         gpus = ((verdict.get("evidence") or {}).get("gpus")) or []
         found.append({
             "rank": record.get("rank"), "nodes": record.get("nodes"), "host": host, "stage": verdict.get("stage") or record.get("stage"),
@@ -32,6 +37,15 @@ def ranks(replica: str, seen: Seen) -> list[dict[str, t.Any]]:
     return sorted(found, key=lambda entry: (entry["rank"] is None, entry["rank"] or 0, entry["host"]))
 
 
+def _deployed(record: t.Mapping[str, t.Any] | None, shard: t.Mapping[str, t.Any] | None, look: t.Any) -> dict[str, t.Any] | None:
+    """What a host has after a deploy that succeeded: the planned shard, proven now or before."""
+    if shard is None:
+        return None
+    labels = shard["labels"]
+    return {**(record or {}), "rank": shard["rank"], "nodes": shard["nodes"], "revision": shard["fingerprint"], "stage": "ready", "ready": bool((look or {}).get("ready", True)),
+            "unit": {"active": True}, "profile": labels["profile"], "fabric": labels["fabric"], "restarts": (record or {}).get("restarts") if not look else 0}
+
+
 def whole(found: t.Sequence[t.Mapping[str, t.Any]]) -> bool:
     """True where every rank that the replica has is there, ready, and of one revision."""
     if not found or not all(entry["ready"] for entry in found) or len({entry["revision"] for entry in found}) != 1:
@@ -39,11 +53,12 @@ def whole(found: t.Sequence[t.Mapping[str, t.Any]]) -> bool:
     return sorted(entry["rank"] for entry in found) == list(range(found[0]["nodes"] or 0))
 
 
-def text(replica: str, found: t.Sequence[t.Mapping[str, t.Any]], hosts: t.Sequence[str]) -> str:
+def text(replica: str, found: t.Sequence[t.Mapping[str, t.Any]], hosts: t.Sequence[str], endpoint: str | None = None) -> str:
     if not found:
         return "Replica %s: no shard on any of %d host(s)." % (replica, len(hosts))
     rows = [[entry["rank"], entry["host"], entry["stage"], "yes" if entry["ready"] else "no", entry["service"], entry["restarts"], _memory(entry), entry["revision"]] for entry in found]
-    lines = ["Replica %s: %s" % (replica, "ready" if whole(found) else "NOT ready"), table(["rank", "host", "stage", "ready", "service", "restarts", "GPU MiB held/expected", "revision"], rows)]
+    head = "Replica %s: %s%s" % (replica, "ready" if whole(found) else "NOT ready", " at %s" % endpoint if endpoint else "")
+    lines = [head, table(["rank", "host", "stage", "ready", "service", "restarts", "GPU MiB held/expected", "revision"], rows)]
     lines += ["  rank %s (%s): %s" % (entry["rank"], entry["host"], entry["reason"]) for entry in found if entry["reason"] and not entry["ready"]]
     return "\n".join(lines)
 
