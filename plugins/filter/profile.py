@@ -23,7 +23,7 @@ def profile_paths(profile: t.Any, profiles: t.Any = None) -> list[str]:
 
 
 def whole_numbers(values: t.Any) -> list[int]:
-    return [number for number in map(as_integer, values or ()) if number is not None and 0 < number < 65536]
+    return [number for number in map(as_integer, values if isinstance(values, (list, tuple)) else ()) if number is not None and 0 < number < 65536]
 
 
 class FilterModule:

@@ -43,6 +43,21 @@ class Spelled:
     option: str
 
 
+def grammar_of(parser: t.Iterable[tuple[str, ...]], matters: t.Iterable[str], more: t.Mapping[str, str] | None = None, **rules: bool) -> Grammar:
+    """The grammar of a parser whose options are known with all their spellings (option_names.py).
+
+    C(matters): canonical names of the options to find; one that the parser does not have (an older or newer release does) counts as itself.
+    C(more): further spellings -> canonical name.  C(rules): the other fields of L(Grammar).
+    """
+    groups = [frozenset(group) for group in parser]
+    every = frozenset(name for group in groups for name in group)
+    options = dict(more or {})
+    for option in matters:
+        options[option] = option
+        options.update({name: option for group in groups if option in group for name in group})
+    return Grammar(options, every_long=frozenset(name for name in every if name.startswith("--")), every_short=frozenset(name for name in every if not name.startswith("--")), **rules)
+
+
 def find(args: t.Sequence[str], grammar: Grammar) -> list[Spelled]:
     """All arguments that the engine would read as one of C(grammar.options)."""
     found = []
@@ -55,9 +70,9 @@ def find(args: t.Sequence[str], grammar: Grammar) -> list[Spelled]:
 
 def canonical(text: str, grammar: Grammar) -> str | None:
     """The canonical option that one argument spells, or None where it spells none of those in C(grammar.options)."""
-    if not text.startswith("-") or text in ("-", "--"):
-        return None
     word = text.split("=", 1)[0]
+    if not text.startswith("-") or text == "--" or word == "-":
+        return None
     if not text.startswith("--"):
         return _short(word, grammar)
     if grammar.dotted:

@@ -19,15 +19,15 @@ def reasons(record: t.Mapping[str, t.Any] | None, shard: t.Mapping[str, t.Any], 
     C(record): the shard as node facts saw it, or None.  Equal fingerprint, equal files, an active service and a valid proof of readiness
     is nothing to do.
     """
-    if not record:
+    if not isinstance(record, t.Mapping) or not record:
         return ["the host has no shard of this replica"]
     found = []
     fingerprint = shard["fingerprint"]
     if record.get("revision") != fingerprint:
         found.append("revision %s is not current (%s is)" % (fingerprint, record.get("revision") or "none"))
     else:
-        found += _changed_files(record.get("files_sha256") or {}, rendered)
-    unit = record.get("unit") or {}
+        found += _changed_files(_mapping(record.get("files_sha256")), rendered)
+    unit = _mapping(record.get("unit"))
     if unit.get("sha256") != sha256(rendered.unit) or unit.get("manager") != shard["service_manager"]:
         found.append("the service file differs")
     if not unit.get("active"):
@@ -37,6 +37,11 @@ def reasons(record: t.Mapping[str, t.Any] | None, shard: t.Mapping[str, t.Any], 
     elif not record.get("ready"):
         found.append(UNPROVEN)
     return found
+
+
+def _mapping(value: t.Any) -> t.Mapping[str, t.Any]:
+    """Records may come from an inventory that a person wrote: another type counts as nothing known."""
+    return value if isinstance(value, t.Mapping) else {}
 
 
 def _changed_files(seen: t.Mapping[str, str], rendered: Rendered) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 import typing as t
 
 import jinja2
@@ -16,6 +17,7 @@ SHARD_ENV = "shard.env"
 LAUNCH = "launch.json"
 SUPERVISOR_CONF = "supervisord.conf"
 Plan = t.Mapping[str, t.Any]
+_SUPERVISOR_COMMENT = re.compile(r"(\s)([;#])")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +47,7 @@ def render(shard: Plan, templates: t.Mapping[str, str], programs: t.Mapping[str,
         SHARD_ENV: render_template(templates["shard.env.j2"], {"shard": shard, "environment": shared, "why": _why(shard["launches"])}),
         LAUNCH: json.dumps(launch_document(shard, shared), indent=2, sort_keys=True, ensure_ascii=False) + "\n",
         unit_name: unit,            # kept beside the revision, so that a rollback restores the service as it was
+        **shard["revision_files"],
         **programs,
     }
     return Rendered(files, unit_name, unit)
@@ -95,7 +98,7 @@ def launch_document(shard: Plan, shared: t.Mapping[str, str]) -> dict[str, t.Any
 def _launch(launch: Plan, shared: t.Mapping[str, str]) -> dict[str, t.Any]:
     return {
         "name": launch["name"], "path": launch["path"], "args": list(launch["args"]), "env": {name: value for name, value in launch["env"].items() if name not in shared},
-        "secret_env": dict(launch["secrets"]), "wait_for_leader_port": launch["wait_for_leader"], "wait_for_ranks": list(launch["wait_for_ranks"]),
+        "secret_env": dict(launch["secrets"]), "secret_args": list(launch["secret_args"]), "wait_for_leader_port": launch["wait_for_leader"], "wait_for_ranks": list(launch["wait_for_ranks"]),
     }
 
 
@@ -121,8 +124,9 @@ def supervisor_text(value: str) -> str:
 
 
 def supervisor_word(value: str) -> str:
-    """One word of supervisord's command=, which is split as a shell would."""
-    return supervisor_text("'%s'" % value.replace("'", "'\"'\"'"))
+    """One word of supervisord's command=, which is split as a shell would, but after a C(;) or C(#) behind a space has cut it, in quotes too."""
+    quoted = _SUPERVISOR_COMMENT.sub(r"\1''\2", value.replace("'", "'\"'\"'"))
+    return supervisor_text("'%s'" % quoted)
 
 
 def comment(value: str) -> str:

@@ -19,7 +19,8 @@ def ranks(replica: str, seen: Seen, planned: t.Mapping[str, t.Any] | None = None
     """
     found = []
     for host, (facts, look) in seen.items():
-        record = ((facts or {}).get("shards") or {}).get(replica)
+        known = _mapping(_mapping(facts).get("shards")).get(replica)
+        record: t.Mapping[str, t.Any] | None = known if isinstance(known, t.Mapping) else None
         if planned is not None:
             record = _deployed(record, planned["shards"].get(host), look)
         if record is None:
@@ -34,7 +35,12 @@ def ranks(replica: str, seen: Seen, planned: t.Mapping[str, t.Any] | None = None
             "without_gpu_evidence": bool((verdict.get("evidence") or {}).get("judged_without_gpu") or verdict.get("judged_without_gpu")),
             "reason": verdict.get("reason") or record.get("detail"),
         })
-    return sorted(found, key=lambda entry: (entry["rank"] is None, entry["rank"] or 0, entry["host"]))
+    return sorted(found, key=lambda entry: (not isinstance(entry["rank"], int), entry["rank"] if isinstance(entry["rank"], int) else 0, entry["host"]))
+
+
+def _mapping(value: t.Any) -> t.Mapping[str, t.Any]:
+    """Facts may come from an inventory that a person wrote: another type counts as nothing known."""
+    return value if isinstance(value, t.Mapping) else {}
 
 
 def _deployed(record: t.Mapping[str, t.Any] | None, shard: t.Mapping[str, t.Any] | None, look: t.Any) -> dict[str, t.Any] | None:
@@ -50,7 +56,8 @@ def whole(found: t.Sequence[t.Mapping[str, t.Any]]) -> bool:
     """True where every rank that the replica has is there, ready, and of one revision."""
     if not found or not all(entry["ready"] for entry in found) or len({entry["revision"] for entry in found}) != 1:
         return False
-    return sorted(entry["rank"] for entry in found) == list(range(found[0]["nodes"] or 0))
+    nodes = found[0]["nodes"]
+    return isinstance(nodes, int) and all(isinstance(entry["rank"], int) for entry in found) and sorted(entry["rank"] for entry in found) == list(range(nodes))
 
 
 def text(replica: str, found: t.Sequence[t.Mapping[str, t.Any]], hosts: t.Sequence[str], endpoint: str | None = None) -> str:
