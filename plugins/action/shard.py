@@ -10,7 +10,7 @@ import typing as t
 from ansible.errors import AnsibleActionFail
 from ansible.plugins.action import ActionBase
 
-from ansible_collections.rankzero.inference.plugins.plugin_utils import collection_files, convergence, hostvars, render
+from ansible_collections.rankzero.inference.plugins.plugin_utils import collection_files, convergence, hostvars, render, secrets
 
 STATES = ["present", "restored", "absent", "stopped", "restarted"]
 ARGUMENTS: dict[str, t.Any] = {
@@ -95,7 +95,7 @@ class ActionModule(ActionBase):
             return {}
         if not self._arguments["api_key"]:
             raise AnsibleActionFail("the plan gives this rank an API key, but api_key is not set: give shard the same key as replica_plan")
-        return {"api_key": str(self._arguments["api_key"])}
+        return secrets.files(str(self._arguments["api_key"]), shard["secret_files"])
 
     def _call(self, state: str = "present", secrets: dict[str, str] | None = None, **revision: t.Any) -> dict[str, t.Any]:
         """The one remote call."""

@@ -82,8 +82,10 @@ def _language_config(config: t.Mapping[str, t.Any]) -> t.Mapping[str, t.Any]:
 
 def _check_heads(ranks: t.Sequence[Rank], profile: Profile, engine: Engine, findings: Findings) -> None:
     heads = _language_config(_config(ranks, profile)).get("num_attention_heads")
-    if engine.heads_divide and not profile.on_cpu and isinstance(heads, int) and heads % profile.tp:
-        findings.fault("tp", profile.tp, "a divisor of the model's %d attention heads" % heads, "vLLM and SGLang split heads evenly over the tensor parallel group.")
+    split = engine.attention_tp(profile)
+    if engine.heads_divide and isinstance(heads, int) and split and heads % split:
+        findings.fault("tp", profile.tp if split == profile.tp else "tp %d / attention_dp %d = %d" % (profile.tp, profile.attention_dp, split),
+                       "a divisor of the model's %d attention heads" % heads, "vLLM and SGLang split heads evenly over the tensor parallel group.")
 
 
 def wanted_quantizations(ranks: t.Sequence[Rank], profile: Profile, engine: Engine) -> list[tuple[str, str]]:
@@ -99,23 +101,32 @@ def wanted_quantizations(ranks: t.Sequence[Rank], profile: Profile, engine: Engi
     return found
 
 
-def _check_capability(ranks: t.Sequence[Rank], profile: Profile, engine: Engine, findings: Findings) -> None:
-    """Each quantization's minimum against every GPU. An unknown capability lets it through, and is said."""
+def _wanted_capabilities(ranks: t.Sequence[Rank], profile: Profile, engine: Engine, findings: Findings) -> t.Iterator[tuple[str, str, int]]:
+    """(where it is said, what, minimum compute capability) of everything that needs one."""
     for where, name in wanted_quantizations(ranks, profile, engine):
         minimum = engine.quantization_minimum(name)
-        if minimum is None:
-            if engine.quantizations:
-                findings.warn(where, "quantization %s" % name, "one that %s is known to have" % engine.name, "Its minimum compute capability is not known here.")
-            continue
+        if minimum is not None:
+            yield where, "quantization %s" % name, minimum
+        elif engine.quantizations:
+            findings.warn(where, "quantization %s" % name, "one that %s is known to have" % engine.name, "Its minimum compute capability is not known here.")
+    for where, value, table in (("dtype", profile.dtype, engine.dtypes), ("kv_cache_dtype", profile.kv_cache_dtype, engine.kv_cache_dtypes)):
+        if value and table.get(value):
+            yield where, "%s %s" % (where, value), table[value]
+
+
+def _check_capability(ranks: t.Sequence[Rank], profile: Profile, engine: Engine, findings: Findings) -> None:
+    """Each minimum against every GPU: engines look at their own first GPU only. An unknown capability lets it through, and is said."""
+    for where, what, minimum in _wanted_capabilities(ranks, profile, engine, findings):
+        wanted = "%s or newer for %s" % (quantization.written(minimum), what)
         for one in ranks:
             for gpu in one.gpus:
                 have = quantization.capability(gpu.get("compute_capability"))
                 label = "GPU %s (%s)" % (gpu.get("index"), gpu.get("model"))
                 if have is None:
-                    findings.warn(where, "%s with an unknown compute capability" % label, "%s or newer for %s" % (quantization.written(minimum), name), "It is let through.", host=one.host.name, rank=one.rank)
+                    findings.warn(where, "%s with an unknown compute capability" % label, wanted, "It is let through.", host=one.host.name, rank=one.rank)
                 elif have < minimum:
-                    findings.fault(where, "%s with compute capability %s" % (label, quantization.written(have)), "%s or newer for quantization %s" % (quantization.written(minimum), name),
-                                   "Take newer GPUs or another quantization.", host=one.host.name, rank=one.rank)
+                    findings.fault(where, "%s with compute capability %s" % (label, quantization.written(have)), wanted, "Take newer GPUs or another %s." % what.split()[0],
+                                   host=one.host.name, rank=one.rank)
 
 
 def _check_memory(ranks: t.Sequence[Rank], profile: Profile, engine: Engine, findings: Findings) -> None:

@@ -189,7 +189,7 @@ def _plan_hosts(request: Request, options: Options, replica: str, profile: Profi
     model_checks.check(ranks, profile, engine, findings)
     _check_service(ranks, findings)
     choice = _choose_fabric(ranks, profile, options, findings)
-    leader_port = ports.choose_leader_port(ranks, options.leader_port, options.http_port, replica, profile.nodes, findings)
+    leader_port = ports.choose_leader_port(ranks, options.leader_port, options.http_port, replica, profile.nodes, findings, engine.leader_ports(profile))
     shards = _shards(ranks, options, replica, profile, engine, leader_port, request, findings)
     ports.check(ranks, shards, engine, replica, findings)
     leaving = sorted((name for name in placed.not_chosen if replica in facts[name]["shards"]), key=natural_key)
@@ -402,16 +402,32 @@ def _check_nvlink(ranks: list[Rank], options: Options, findings: Findings) -> No
 
 def _shards(ranks: list[Rank], options: Options, replica: str, profile: Profile, engine: Engine, leader_port: int, request: Request, findings: Findings) -> list[Shard]:
     leader = ranks[0].endpoint.address if ranks[0].endpoint else ""
+    models = _known_models(ranks, profile)
     result = []
     for one in ranks:
         address = one.endpoint.address if one.endpoint else ""
         peers = tuple(Peer(other.rank, other.host.name, other.endpoint.address if other.endpoint else "") for other in ranks if other is not one)
         result.append(Shard(
-            profile=profile, rank=one.rank, host=one.host.name, address=address, leader_address=leader, leader_port=leader_port, http_host=options.http_host or address,
+            profile=profile, rank=one.rank, host=one.host.name, address=address, leader_address=leader, leader_port=leader_port, http_host=_listens_at(one, options) or address,
             http_port=options.http_port, peers=peers, gpus=one.gpus, build=one.build, python=_python(one),
-            current_dir=below(one.host.root, "etc/rankzero/%s/current" % replica), work_dir=below(one.host.root, "var/lib/rankzero/%s" % replica), has_key=request.key_digest is not None,
+            current_dir=below(one.host.root, "etc/rankzero/%s/current" % replica), work_dir=below(one.host.root, "var/lib/rankzero/%s" % replica), has_key=request.key_digest is not None, models=models,
         ))
+        if address and (one.build or not engine.needs_build):
+            engine.check_shard(result[-1], findings)
     return result
+
+
+def _listens_at(one: Rank, options: Options) -> str | None:
+    """replica_http_host is an address of the leader; the other ranks that answer HTTP have only its wildcard and loopback in common with it."""
+    address = addressing.parse_ip(options.http_host) if options.http_host else None
+    return options.http_host if address is None or one.rank == 0 or address.is_unspecified or address.is_loopback else None
+
+
+def _known_models(ranks: t.Sequence[Rank], profile: Profile) -> dict[str, t.Any]:
+    """What the first rank that knows says of the model and the adapters: every rank must be given the same arguments."""
+    paths = [profile.model_path, *(adapter.path for adapter in profile.adapters)]
+    found = {path: next((one.facts["models"][path] for one in ranks if (one.facts["models"].get(path) or {}).get("config")), None) for path in paths}
+    return {path: model for path, model in found.items() if model}
 
 
 def _python(one: Rank) -> str:
@@ -482,10 +498,16 @@ def _planned_shard(one: Rank, shard: Shard, profile: Profile, engine: Engine, en
         "launches": launches, "ready": _ready(one, shard, profile, engine, serves), "root": one.host.root, "python": shard.python,
         "service_manager": manager, "user": _user(one, manager), "work_dir": shard.work_dir, "stop_seconds": profile.stop_timeout,
         "listen_ports": [{"address": address, "port": port, "what": what} for address, port, what in engine.listen_ports(shard)],
-        "leader_port": shard.leader_port, "http_port": shard.http_port, "secrets": ["api_key"] if any(launch["secret_env"] for launch in launches) else [],
-        "program_files": list(engine.program_files),
+        "leader_port": shard.leader_port, "http_port": shard.http_port, **_secrets(launches), "program_files": list(engine.program_files),
+        "revision_files": dict(engine.revision_files(shard, {name for launch in launches for name in (*launch["env"], *launch["secret_env"])})),
         "build": {key: one.build.get(key) for key in ("name", "version", "fingerprint")} if one.build else None,
     }
+
+
+def _secrets(launches: t.Sequence[Facts]) -> dict[str, t.Any]:
+    """The names of the rank's secrets, and the text around those that are files of their own; never a secret itself."""
+    files = {name: text for launch in launches for name, text in launch["secret_files"].items()}
+    return {"secrets": (["api_key"] if files or any(launch["secret_env"] for launch in launches) else []) + sorted(files), "secret_files": files}
 
 
 def _user(one: Rank, manager: t.Any) -> str:
@@ -504,7 +526,8 @@ def _planned_launch(launch: Launch, shared: Environment, profile: Profile, shard
         env.why[variable] = "the secret %s, read from a file at start" % launch.secret_env[variable]
     return {
         "name": launch.name, "path": launch.path, "args": list(launch.args), "env": dict(sorted(env.values.items())), "why": dict(sorted(env.why.items())),
-        "secret_env": sorted(launch.secret_env), "secrets": dict(launch.secret_env), "wait_for_leader_port": launch.wait_for_leader_port,
+        "secret_env": sorted(launch.secret_env), "secrets": dict(launch.secret_env), "secret_files": dict(launch.secret_files),
+        "secret_args": [{"position": position, "secret": name} for position, name in sorted(launch.secret_args.items())], "wait_for_leader_port": launch.wait_for_leader_port,
         "wait_for_leader": {"address": shard.leader_address, "port": launch.wait_for_leader_port} if launch.wait_for_leader_port else None,
         "wait_for_ranks": [{"rank": rank, "address": address, "port": port} for rank, address, port in launch.wait_for_ranks],
     }

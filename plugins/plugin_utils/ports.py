@@ -18,7 +18,7 @@ if t.TYPE_CHECKING:
 LEADER_PORTS = range(29500, 30000)
 
 
-def choose_leader_port(ranks: t.Sequence[Rank], stated: int | None, http_port: int, replica: str, nodes: int, findings: Findings) -> int:
+def choose_leader_port(ranks: t.Sequence[Rank], stated: int | None, http_port: int, replica: str, nodes: int, findings: Findings, needed: t.Sequence[int] = (0,)) -> int:
     """The port that the ranks meet on: as stated; else the one that the replica has now; else the first that is free on every rank's host."""
     if stated is not None:
         if stated == http_port:
@@ -31,7 +31,7 @@ def choose_leader_port(ranks: t.Sequence[Rank], stated: int | None, http_port: i
     for one in ranks:
         taken |= {entry["port"] for entry in one.facts["ports_in_use"] if not _ours(entry, one, replica)} | _of_other_replicas(one, replica)
     for port in [*sorted(current), *LEADER_PORTS]:
-        if port not in taken:
+        if not taken & {port + distance for distance in needed}:
             return port
     findings.fault("replica_leader_port", "no free port from %d to %d" % (LEADER_PORTS[0], LEADER_PORTS[-1]), "a port that is free on every rank's host", "Set replica_leader_port.")
     return LEADER_PORTS[0]

@@ -45,6 +45,10 @@ class Profile:
     gpus_per_node: int = 1
     threads: int = 0
     distributed: str = "mp"
+    dp_mode: str = "internal"
+    attention_dp: int = 1
+    dtype: str | None = None
+    kv_cache_dtype: str | None = None
     quantization: str | None = None
     args: tuple[str, ...] = ()
     env: tuple[tuple[str, str], ...] = ()
@@ -118,6 +122,10 @@ def parse(data: t.Mapping[str, t.Any], where: str, name: str, findings: Findings
         tp=tp, pp=pp, dp=dp, nodes=nodes, gpus_per_node=gpus_per_node,
         threads=read.integer("threads", 0, 0, 4096) or 0,
         distributed=read.choice("distributed", ("mp", "ray"), "mp"),
+        dp_mode=read.choice("dp_mode", ("internal", "hybrid"), "internal"),
+        attention_dp=read.integer("attention_dp", 1, 1, 4096) or 1,
+        dtype=read.text("dtype", wanted="the name of a data type"),
+        kv_cache_dtype=read.text("kv_cache_dtype", wanted="the name of a data type"),
         quantization=read.text("quantization", wanted="the name of a quantization"),
         args=tuple(read.texts("args")),
         env=_environment(read, findings, where),
@@ -164,11 +172,8 @@ def _check_model_names(profile: Profile, where: str, findings: Findings) -> None
 
 
 def _check_shape(profile: Profile, where: str, findings: Findings) -> None:
-    """nodes x gpus_per_node = TP x PP x DP; a CPU profile has no such shape, its nodes only have to be there."""
+    """nodes x gpus_per_node = TP x PP x DP. A CPU profile has no such shape: what its ranks can be is the engine's to say."""
     if profile.on_cpu:
-        if profile.tp > 1 or profile.pp > 1 or profile.dp > 1:
-            findings.fault("%s.gpus_per_node" % where, 0, "GPUs for tp %d, pp %d, dp %d" % (profile.tp, profile.pp, profile.dp),
-                           "A CPU profile (gpus_per_node 0) has tp, pp and dp 1.")
         return
     have, need = profile.nodes * profile.gpus_per_node, profile.tp * profile.pp * profile.dp
     if have != need:

@@ -10,6 +10,7 @@ with scrypt, salted with the replica's name.
 from __future__ import annotations
 
 import hashlib
+import json
 import typing as t
 
 from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings
@@ -30,7 +31,12 @@ def check(key: t.Any, findings: Findings) -> str | None:
     if not all("!" <= character <= "~" for character in key):
         findings.fault("replica_api_key", "(secret) with spaces, control or non-ASCII characters", "printable ASCII without spaces", "It travels in an HTTP header.")
         return None
-    if "," in key or key.startswith("#"):
-        findings.fault("replica_api_key", "(secret) with a comma, or beginning with #", "a key without them", "llama.cpp splits and comments there.")
+    if "," in key or key.startswith(("#", "-")):
+        findings.fault("replica_api_key", "(secret) with a comma, or beginning with # or -", "a key without them", "llama.cpp splits and comments there; SGLang would take it for an option.")
         return None
     return str(key)
+
+
+def files(key: str, templates: t.Mapping[str, str]) -> dict[str, str]:
+    """All secrets of a shard by file name: the key itself, and the files that hold it between other text, as a JSON string (which YAML reads alike)."""
+    return {"api_key": key, **{name: text.replace("{api_key}", json.dumps(key)) for name, text in templates.items()}}

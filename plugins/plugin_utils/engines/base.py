@@ -41,6 +41,7 @@ class Shard:
     current_dir: str
     work_dir: str
     has_key: bool
+    models: t.Mapping[str, t.Any] = dataclasses.field(default_factory=dict)     # path -> what node facts say of it, the same on every rank
 
     @property
     def is_leader(self) -> bool:
@@ -49,13 +50,19 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """One process of a shard. C(secret_env): variable -> name of the secret. Ports to wait for: the leader's, or those of ranks."""
+    """One process of a shard. C(secret_env): variable -> name of the secret. Ports to wait for: the leader's, or those of ranks.
+
+    C(secret_files): name -> text in which C({api_key}) stands for the key as a quoted JSON string; the file lies among the shard's secrets, and only
+    there is the key put in.  C(secret_args): position in C(args) -> name; at start that argument becomes the path of the secret's file.
+    """
 
     name: str
     path: str
     args: tuple[str, ...]
     env: t.Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)     # variable -> (value, why)
     secret_env: t.Mapping[str, str] = dataclasses.field(default_factory=dict)
+    secret_files: t.Mapping[str, str] = dataclasses.field(default_factory=dict)
+    secret_args: t.Mapping[int, str] = dataclasses.field(default_factory=dict)
     wait_for_leader_port: int | None = None
     wait_for_ranks: tuple[tuple[int, str, int], ...] = ()                              # (rank, address, port)
 
@@ -81,6 +88,11 @@ class Engine:
     heads_divide = True                 # attention heads must divide by TP
     data_parallel = False               # has replicas of its own inside of one replica (dp)
     distributed: tuple[str, ...] = ("mp",)      # ways to run over several nodes, of mp and ray
+    dp_modes: tuple[str, ...] = ("internal",)   # ways to balance requests over data parallel ranks, of internal and hybrid
+    attention_data_parallel = False     # can split attention by data inside of the tensor parallel group (attention_dp)
+    cpu_parallel = False                # CPU ranks can form a tensor, pipeline or data parallel group
+    dtypes: t.Mapping[str, int] = {}    # dtype -> minimum compute capability (0: any); empty where the engine has no such option
+    kv_cache_dtypes: t.Mapping[str, int] = {}
     quantizations: t.Mapping[str, int] = {}
     grammar = Grammar({})
     owned: t.Mapping[str, str] = {}      # canonical option -> where its value comes from
@@ -96,8 +108,17 @@ class Engine:
         """A field that the engine's launches would silently ignore is a fault."""
         if profile.dp > 1 and not self.data_parallel:
             findings.fault("%s.dp" % where, profile.dp, "1: %s has no data parallelism" % self.name, "Deploy several replicas instead.")
-        if profile.distributed not in self.distributed:
-            findings.fault("%s.distributed" % where, profile.distributed, "one of %s for %s" % (", ".join(self.distributed), self.name))
+        if profile.attention_dp > 1 and not self.attention_data_parallel:
+            findings.fault("%s.attention_dp" % where, profile.attention_dp, "1: %s has no attention data parallelism" % self.name)
+        if profile.on_cpu and not self.cpu_parallel and max(profile.tp, profile.pp, profile.dp) > 1:
+            findings.fault("%s.gpus_per_node" % where, 0, "GPUs for tp %d, pp %d, dp %d" % (profile.tp, profile.pp, profile.dp),
+                           "A CPU profile (gpus_per_node 0) of %s has tp, pp and dp 1." % self.name)
+        for field, value, known in (("distributed", profile.distributed, self.distributed), ("dp_mode", profile.dp_mode, self.dp_modes)):
+            if value not in known:
+                findings.fault("%s.%s" % (where, field), value, "one of %s for %s" % (", ".join(known), self.name))
+        for field, value, table in (("dtype", profile.dtype, self.dtypes), ("kv_cache_dtype", profile.kv_cache_dtype, self.kv_cache_dtypes)):
+            if value is not None and value not in table:
+                findings.fault("%s.%s" % (where, field), value, "one of %s" % ", ".join(table) if table else "unset: %s has no such option" % self.name)
 
     def _validate_arguments(self, profile: Profile, where: str, findings: Findings) -> None:
         """Owned and code-executing options are found as the engine's own parser would find them."""
@@ -122,6 +143,18 @@ class Engine:
     def serves_http(self, profile: Profile, rank: int) -> bool:
         return rank == 0
 
+    def check_shard(self, shard: Shard, findings: Findings) -> None:
+        """What can be judged only of a rank on its host: paths, the build, what node facts say of the model and its adapters."""
+
+    def revision_files(self, shard: Shard, variables: t.Collection[str]) -> t.Mapping[str, str]:
+        """Name -> text of further files of the rank's revision, in C(shard.current_dir). C(variables): all that the rank's launches have in their environment."""
+        return {}
+
+    def program(self, shard: Shard, name: str) -> str:
+        """The path of one of the build's programs; they lie in one directory."""
+        directory = str(shard.build.get("path") or "").rpartition("/")[0]
+        return str((shard.build.get("paths") or {}).get(name) or "%s/%s" % (directory, name))
+
     def launches(self, shard: Shard) -> list[Launch]:
         """The processes of one rank in start order; the last is the engine, the others are sidecars."""
         raise NotImplementedError
@@ -135,6 +168,14 @@ class Engine:
             # torch's store listens on every address, whatever the ranks are told (vLLM: *:29501).
             ports.append(("::" if ":" in shard.leader_address else "0.0.0.0", shard.leader_port, "the ranks' rendezvous"))
         return ports
+
+    def leader_ports(self, profile: Profile) -> tuple[int, ...]:
+        """Ports that the leader binds for the ranks, as distances from the leader port. All of them must be free where the plan chooses that port."""
+        return (0,)
+
+    def attention_tp(self, profile: Profile) -> int:
+        """Over how many GPUs each attention head's group is split."""
+        return profile.tp
 
     def accepts_on_port(self, shard: Shard) -> int | None:
         """A port on which the leader must be connected to this rank once it serves, or None."""

@@ -89,7 +89,7 @@ class Adapter(Engine):
         for adapter in profile.adapters:
             args += ["--lora", adapter.path]
         return Launch(
-            name="llama-server", path=self._program(shard, "llama-server"), args=tuple(args), secret_env={"LLAMA_API_KEY": "api_key"} if shard.has_key else {},
+            name="llama-server", path=self.program(shard, "llama-server"), args=tuple(args), secret_env={"LLAMA_API_KEY": "api_key"} if shard.has_key else {},
             wait_for_ranks=tuple((peer.rank, peer.address, shard.leader_port) for peer in shard.peers),
         )
 
@@ -98,7 +98,7 @@ class Adapter(Engine):
         args += ["--device", ",".join(self._local_devices(shard)) or "CPU"]
         if shard.profile.threads:
             args += ["--threads", str(shard.profile.threads)]
-        return Launch(name="ggml-rpc-server", path=self._program(shard, "ggml-rpc-server"), args=tuple(args))
+        return Launch(name="ggml-rpc-server", path=self.program(shard, "ggml-rpc-server"), args=tuple(args))
 
     def _devices(self, shard: Shard) -> list[str]:
         """RPC devices come first in llama.cpp's own list; a CPU rank offers one, a GPU rank one for each GPU."""
@@ -114,11 +114,6 @@ class Adapter(Engine):
                 break
         return ["%s%d" % (prefix, number) for number in range(len(shard.gpus))]
 
-    def _program(self, shard: Shard, name: str) -> str:
-        paths = shard.build.get("paths") or {}
-        directory = str(shard.build.get("path") or "").rpartition("/")[0]
-        return str(paths.get(name) or "%s/%s" % (directory, name))
-
     def listen_ports(self, shard: Shard) -> list[tuple[str, int, str]]:
         if shard.is_leader:
             return [(shard.http_host, shard.http_port, "HTTP")]
@@ -128,4 +123,4 @@ class Adapter(Engine):
         return None if shard.is_leader else shard.leader_port
 
     def devices_command(self, shard: Shard) -> tuple[str, tuple[str, ...]]:
-        return self._program(shard, "llama-server"), ("--list-devices",)
+        return self.program(shard, "llama-server"), ("--list-devices",)

@@ -154,7 +154,8 @@ class Gpu(NamedTuple):
 
 @dataclass(frozen=True)
 class Launch:
-    """One process to start. `secret_env` maps a variable to the name of the file that holds its value."""
+    """One process to start. `secret_env` maps a variable to the name of the file that holds its value; `secret_args` maps the position of an
+    argument to the name of the secret whose file that argument names."""
 
     name: str
     path: str
@@ -162,6 +163,7 @@ class Launch:
     env: Mapping[str, str]
     secret_env: Mapping[str, str]
     wait_for: tuple[Endpoint, ...]
+    secret_args: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -327,9 +329,10 @@ def parse_launch(entry: Fields) -> Launch:
     for variable, file_name in secret_env.items():
         if PLAIN_NAME.fullmatch(file_name) is None:
             damaged(f"{entry.where}.secret_env.{variable} must be the name of a file in secrets/")
+    secret_args = {item.integer("position", 0, len(args) - 1): item.matching("secret", PLAIN_NAME, "the name of a file in secrets/") for item in entry.objects("secret_args")}
     return Launch(
         name=entry.matching("name", PLAIN_NAME, "a name of letters, digits, '_', '.' and '-'"), path=entry.absolute_path("path"), args=tuple(args),
-        env=entry.variables("env"), secret_env=secret_env, wait_for=parse_endpoints(entry),
+        env=entry.variables("env"), secret_env=secret_env, wait_for=parse_endpoints(entry), secret_args=secret_args,
     )
 
 
@@ -399,6 +402,12 @@ def secret_path(shard: Shard, name: str, credentials: str | None) -> str:
     return os.path.join(shard.directory, "secrets", name)
 
 
+def command_words(shard: Shard, launch: Launch, credentials: str | None) -> list[str]:
+    """The program and its arguments, with the paths of secret files in their places."""
+    args = [secret_path(shard, launch.secret_args[position], credentials) if position in launch.secret_args else argument for position, argument in enumerate(launch.args)]
+    return [launch.path, *args]
+
+
 def read_secret(path: str) -> bytes:
     """The file's content less one newline at its end. Raises Refusal that names the file, never the value."""
     try:
@@ -452,7 +461,7 @@ class CommandLine:
         variables = plain_environment(shard, launch)[0]
         variables.update({name: SECRET_MASK for name in launch.secret_env if not is_unsafe(name)})
         assignments = [f"{name}={quoted(value)}" for name, value in sorted(variables.items())]
-        command = " ".join(shlex.quote(word) for word in (launch.path, *launch.args))
+        command = " ".join(shlex.quote(word) for word in command_words(shard, launch, None))
         return f"cd {shlex.quote(shard.directory)} && " + " \\\n  ".join(["env -i", *assignments, command])
 
 
@@ -659,7 +668,7 @@ def executable_problem(path: str) -> str | None:
 
 def check_secrets(shard: Shard, credentials: str | None) -> list[str]:
     found = []
-    for name in sorted({name for launch in shard.launches for name in launch.secret_env.values()}):
+    for name in sorted({name for launch in shard.launches for name in (*launch.secret_env.values(), *launch.secret_args.values())}):
         try:
             read_secret(secret_path(shard, name, credentials))
         except Refusal as refusal:
@@ -1065,10 +1074,10 @@ class Children:
         if self._prctl is None or self._prctl(PR_SET_CHILD_SUBREAPER, 1) != 0:
             log("orphans of the launches cannot be adopted here (prctl): they are found by their environment only")
 
-    def spawn(self, launch: Launch, environment: Mapping[bytes, bytes], directory: str) -> Started:
+    def spawn(self, launch: Launch, words: Sequence[str], environment: Mapping[bytes, bytes], directory: str) -> Started:
         """Start a launch in a session of its own, so that no terminal's or group's signal reaches it past us. Raises OSError."""
         process = subprocess.Popen(
-            [encode(word) for word in (launch.path, *launch.args)], env=environment, cwd=encode(directory), stdin=subprocess.DEVNULL,
+            [encode(word) for word in words], env=environment, cwd=encode(directory), stdin=subprocess.DEVNULL,
             start_new_session=True, close_fds=True, preexec_fn=self._tie_to_parent(),  # noqa: PLW1509 (one thread)
         )
         started = Started(launch, process, round(time.time(), 3))
@@ -1211,7 +1220,7 @@ class Run:
         self._look()
         try:
             environment = complete_environment(shard, launch, self._children.marker, self._credentials)
-            started = self._children.spawn(launch, environment, shard.directory)
+            started = self._children.spawn(launch, command_words(shard, launch, self._credentials), environment, shard.directory)
         except Refusal as refusal:
             raise RunOver(End(f"launch {launch.name}: {refusal.text}", refusal.code, launch.name)) from None
         except OSError as error:
