@@ -690,28 +690,35 @@ def test_what_is_not_known_is_not_proven(change):
 NETWORKS = ["10.1.0.0/16", "10.2.0.0/16", "10.3.0.0/24", "10.3.1.0/24", "169.254.0.0/16", "2001:db8:1::/64"]
 
 
+NAMES = ["mlx5_0", "mlx5_1", "mlx5_10", "rocep1s0f0", "roceP2p1s0f0", "bnxt_re0"]
+KINDS = st.one_of(st.lists(st.sampled_from(NETWORKS), min_size=1, max_size=2, unique=True), st.sampled_from(["fe80000000000000", "fec0000000000001"]))
+
+
 @st.composite
 def fleets(draw: st.DrawFn) -> dict[str, dict[str, Any]]:
-    """Two to four hosts, each with up to four ports of random names, networks, states and places."""
+    """Two to four hosts of one layout, with a mistake here and there: a network, a VLAN, a link layer, a cable, an order."""
+    layout = draw(st.one_of(st.lists(KINDS, min_size=1, max_size=4), st.integers(1, 4).map(lambda count: [["10.1.0.0/16"]] * count),
+                            st.integers(2, 5).map(lambda count: [[network] for network in NETWORKS[:4][:count]])))
+    odd = draw(st.sampled_from([0, 0, 1, 2]))
+    distance = draw(st.sampled_from([None, "PIX", "SYS"]))
     fleet = {}
     counter = 1
     for host in "abcd"[:draw(st.integers(2, 4))]:
         ports = []
-        for at, name in enumerate(draw(st.lists(st.sampled_from(["mlx5_0", "mlx5_1", "mlx5_10", "rocep1s0f0", "roceP2p1s0f0", "bnxt_re0"]), unique=True, max_size=4))):
-            if draw(st.integers(0, 4)) == 0:
-                item = ib(name, draw(st.sampled_from(["fe80000000000000", "fec0000000000001"])), lid=counter)
+        for at, (name, kind) in enumerate(zip(draw(st.permutations(NAMES)), layout)):
+            mistake = draw(st.integers(0, 9)) if odd else 9
+            kind = draw(KINDS) if mistake == 0 else kind
+            addresses = []
+            for text in kind if isinstance(kind, list) else ():
+                block = ipaddress.ip_network(text)
+                addresses.append(f"{block.network_address + counter}/{block.prefixlen}" + ("@160" if mistake == 1 else ""))
                 counter += 1
-            else:
-                addresses = []
-                for text in draw(st.lists(st.sampled_from(NETWORKS), min_size=1, max_size=2, unique=True)):
-                    block = ipaddress.ip_network(text)
-                    addresses.append(f"{block.network_address + counter}/{block.prefixlen}" + draw(st.sampled_from(["", "", "@160"])))
-                    counter += 1
-                item = port(name, *addresses)
-            if draw(st.integers(0, 5)) == 0:
+            item = port(name, *addresses) if addresses else ib(name, str(kind), lid=counter)
+            counter += 1
+            if mistake == 2:
                 item.update(usable=False, reasons=["the port is down"])
-            ports.append({**item, "pci_bdf": f"0000:{draw(st.integers(0, 250)):02x}:00.{at}"})
-        near = {"G": {item["name"]: draw(st.sampled_from(["PIX", "PXB", "PHB", "SYS"])) for item in ports}} if draw(st.booleans()) else {}
+            ports.append({**item, "pci_bdf": f"0000:{250 - at if mistake == 3 else 16 + at:02x}:00.0"})
+        near = {"G": {item["name"]: draw(st.sampled_from(["PIX", "PXB", "SYS"])) if odd > 1 else distance for item in ports}} if distance else {}
         fleet[host] = {"hcas": ports, "interfaces": [], "topology": {"gpu_hca": near}}
     return fleet
 
