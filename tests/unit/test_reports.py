@@ -1,0 +1,69 @@
+# Copyright (c) 2026 The rankzero.inference authors
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""What operators read: host reports, a shard's environment for a shell, the last lines of a failed deploy, a replica's status."""
+
+from __future__ import annotations
+
+import subprocess
+from typing import Any
+
+from ansible_collections.rankzero.inference.plugins.plugin_utils import environment_text, failures, node_report, status
+
+
+def facts(**more: Any) -> dict[str, Any]:
+    return {"schema": 1, "host": {"service_manager": "systemd", "os": {"id": "debian", "version": "12"}}, "gpus": [], "hcas": [], "interfaces": [], **more}
+
+
+def test_a_report_says_every_condition_that_would_stop_a_replica() -> None:
+    text = node_report.report("gpu-a", facts(
+        drivers={"nvidia": {"state": "version_mismatch", "message": "library 580.95 does not fit kernel module 570.172", "hint": "reboot the host"}},
+        gpus=[{"index": 3, "uuid": "GPU-3", "model": "NVIDIA H100", "memory": {}, "health": {"state": "lost", "reasons": ["it fell off the bus"]}, "compute_mode": "prohibited",
+               "partition": {"mode_current": True}, "processes": [{"pid": 7, "name": "python", "used_mib": None}]}],
+        hcas=[{"name": "mlx5_0", "usable": False, "reasons": ["port state is down"], "link_layer": "InfiniBand"}],
+        cordoned={"by": "ops", "reason": "fan", "at": "today"}, limits={"shm": {"size_mib": 64}, "nccl_conf": {"/etc/nccl.conf": {"NCCL_DEBUG": "INFO"}}, "kho_cma_suspect": True},
+    ))
+    for word in ("reboot the host", "GPU 3: it fell off the bus", "MIG", "prohibited", "pid 7 python (? MiB)", "port state is down", "cordoned by ops", "64 MiB", "NCCL_DEBUG=INFO", "kho=off"):
+        assert word in text, f"{word!r} is missing in:\n{text}"
+
+
+def test_a_host_without_facts_or_problems_is_reported_too() -> None:
+    assert node_report.report("gpu-b", None) == "gpu-b: no node facts"
+    assert "nothing stands in the way" in node_report.report("gpu-c", facts())
+
+
+def test_the_environment_text_sets_exactly_the_launch_environment_in_a_shell() -> None:
+    env = {"A": "it's $HOME `id` \"x\" %h", "B": "", "C": "ü # no comment"}
+    plan = {"shards": {"gpu-a": {"rank": 0, "launches": [{"name": "engine", "env": env, "why": {"A": "one\nreason", "B": "#"}, "secret_env": ["KEY"]}]}}}
+    text = environment_text.text(plan)
+    shown = subprocess.run(["env", "-i", "sh", "-c", text + "\nexec env -0"], capture_output=True, check=True).stdout
+    seen = dict(item.split("=", 1) for item in shown.decode().split("\0") if "=" in item)
+    assert {name: seen[name] for name in env} == env and "KEY" not in seen
+    assert "# KEY" in text
+
+
+def test_a_failed_deploy_names_the_culprit_with_its_cause_first() -> None:
+    text = failures.summary("glm", {
+        "gpu-a": {"msg": "long\nreport", "verdict": {"reason": "the engine ended with exit code 1", "cause": None}},
+        "gpu-b": {"msg": "x", "verdict": {"reason": "the engine ended with exit code 1", "cause": "A GPU ran out of memory."}},
+        "gpu-c": {"msg": "gave up", "gave_up": {"rank": 1}}, "gpu-d": None, "gpu-e": {"msg": "disk full\nmore"},
+    }, {"gpu-a": 0, "gpu-b": 1, "gpu-c": 2}, "abc")
+    assert text.splitlines() == [
+        "Replica glm was not deployed. Revision abc, which was there before, is back.",
+        "  rank 1 (gpu-b): the engine ended with exit code 1. A GPU ran out of memory.",
+        "  rank 0 (gpu-a): the engine ended with exit code 1",
+        "  gpu-e: disk full",
+    ]
+    assert "Nothing of it was left behind." in failures.summary("glm", {}, {}, None)
+
+
+def test_a_replica_is_ready_only_as_a_whole() -> None:
+    def host(rank: int, ready: bool = True, revision: str = "r1") -> tuple[Any, Any]:
+        return {"shards": {"glm": {"rank": rank, "nodes": 2, "stage": "running", "ready": ready, "revision": revision, "restarts": 0, "unit": {"active": True}}}}, None
+
+    assert status.whole(status.ranks("glm", {"a": host(0), "b": host(1)}))
+    assert not status.whole(status.ranks("glm", {"a": host(0)})), "a rank is missing"
+    assert not status.whole(status.ranks("glm", {"a": host(0), "b": host(1, ready=False)}))
+    assert not status.whole(status.ranks("glm", {"a": host(0), "b": host(1, revision="r2")})), "two revisions"
+    assert not status.whole(status.ranks("glm", {"a": host(0), "b": host(0)})), "two leaders"
+    assert "no shard on any of 1 host" in status.text("glm", [], ["a"])
