@@ -68,6 +68,30 @@ def find(args: t.Sequence[str], grammar: Grammar) -> list[Spelled]:
     return found
 
 
+def value(args: t.Sequence[str], spelled: Spelled, grammar: Grammar) -> str:
+    """The value that an option of C(args) is given: behind C(=), glued to a short name, or the next word. Empty where there is none."""
+    _name, equals, behind = spelled.text.partition("=")
+    if equals:
+        return behind
+    if grammar.glued_shorts and not spelled.text.startswith("--") and spelled.text not in grammar.options:
+        return spelled.text[2:]
+    return args[spelled.position + 1] if spelled.position + 1 < len(args) else ""
+
+
+def unknown(args: t.Sequence[str], parser: t.Iterable[tuple[str, ...]], grammar: Grammar) -> list[tuple[int, str]]:
+    """(position, text) of words that look like long options, and that a parser with these options would not take as any of them."""
+    names = {name for group in parser for name in group} | set(grammar.options)
+    found = []
+    for position, text in enumerate(args):
+        word = text.split("=", 1)[0]
+        word = word.split(".", 1)[0] if grammar.dotted else word
+        word = word.replace("_", "-") if grammar.underscores else word
+        prefix = bool(grammar.every_long) and any(name.startswith(word) for name in names)
+        if word.startswith("--") and word != "--" and word not in names and not prefix:
+            found.append((position, text))
+    return found
+
+
 def canonical(text: str, grammar: Grammar) -> str | None:
     """The canonical option that one argument spells, or None where it spells none of those in C(grammar.options)."""
     word = text.split("=", 1)[0]

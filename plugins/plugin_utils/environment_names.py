@@ -29,7 +29,7 @@ _FALSIFIES = "falsifies what the readiness gate sees, or opens an unauthenticate
 # (pattern, reason). Sources: ld.so(8), Python and bash manuals, CUDA and NCCL user guides, and the environment tables of vLLM 0.33,
 # SGLang 0.5.23 and llama.cpp b11434.
 _REFUSED: tuple[tuple[str, str], ...] = (
-    ("RANKZERO_*", _OURS), ("NOTIFY_SOCKET", _OURS), ("LISTEN_*", _OURS), ("WATCHDOG_*", _OURS), ("CREDENTIALS_DIRECTORY", _OURS),
+    ("RANKZERO_*", _OURS), ("NOTIFY_SOCKET", _OURS), ("LISTEN_*", _OURS), ("WATCHDOG_*", _OURS), ("CREDENTIALS_DIRECTORY", _OURS), ("SPT_NOENV", _OURS),
     ("LD_*", _LOADS), ("DYLD_*", _LOADS), ("LIBPATH", _LOADS), ("GLIBC_TUNABLES", _LOADS), ("GCONV_PATH", _LOADS), ("LOCPATH", _LOADS),
     ("NLSPATH", _LOADS), ("GETCONF_DIR", _LOADS), ("MALLOC_*", "changes what the allocator does on errors"),
     ("HOSTALIASES", _REDIRECTS), ("RES_OPTIONS", _REDIRECTS), ("LOCALDOMAIN", _REDIRECTS), ("RESOLV_HOST_CONF", _REDIRECTS),

@@ -458,7 +458,7 @@ def _whole(request: Request, options: Options, replica: str, profile: Profile, e
     planned = {}
     for one, shard in zip(ranks, shards):
         env = _environment(one, shard, profile, engine, choice, proven, domain, findings)
-        planned[one.host.name] = _planned_shard(one, shard, profile, engine, env, request, findings)
+        planned[one.host.name] = _planned_shard(one, shard, shards[0], profile, engine, env, request, findings)
     whole = {
         "pool": profile.gpu_class or _pool_of(ranks), "fabric": choice.name, "shards": planned,
         "leader": {"host": ranks[0].host.name, "address": shards[0].address, "port": shards[0].leader_port, "url": _url(shards[0])},
@@ -479,23 +479,18 @@ def _url(shard: Shard) -> str:
     return _http(shard.address if shard.http_host in ("0.0.0.0", "::") else shard.http_host, shard.http_port)
 
 
-def _leader_url(shard: Shard) -> str:
-    """Where a follower finds the leader's HTTP server."""
-    return _http(shard.leader_address if shard.http_host in ("0.0.0.0", "::", shard.address) else shard.http_host, shard.http_port)
-
-
 def _http(host: str, port: int) -> str:
     return "http://%s:%d" % ("[%s]" % host if ":" in host else host, port)
 
 
-def _planned_shard(one: Rank, shard: Shard, profile: Profile, engine: Engine, env: Environment, request: Request, findings: Findings) -> dict[str, t.Any]:
+def _planned_shard(one: Rank, shard: Shard, leader: Shard, profile: Profile, engine: Engine, env: Environment, request: Request, findings: Findings) -> dict[str, t.Any]:
     serves = engine.serves_http(profile, one.rank)
     launches = [_planned_launch(launch, env, profile, shard, findings) for launch in engine.launches(shard)]
     manager = one.host.service_manager or one.facts["host"].get("service_manager")
     return {
         "rank": one.rank, "nodes": profile.nodes, "address": shard.address, "interface": one.endpoint.interface if one.endpoint else None, "serves_http": serves,
         "gpus": [gpu["uuid"] for gpu in one.gpus], "gpu_details": model_checks.gpu_details(one, profile, engine), "hcas": [fabric.port_name(port) for port in one.ports],
-        "launches": launches, "ready": _ready(one, shard, profile, engine, serves), "root": one.host.root, "python": shard.python,
+        "launches": launches, "ready": _ready(one, shard, leader, profile, engine, serves), "root": one.host.root, "python": shard.python,
         "service_manager": manager, "user": _user(one, manager), "work_dir": shard.work_dir, "stop_seconds": profile.stop_timeout,
         "listen_ports": [{"address": address, "port": port, "what": what} for address, port, what in engine.listen_ports(shard)],
         "leader_port": shard.leader_port, "http_port": shard.http_port, **_secrets(launches), "program_files": list(engine.program_files),
@@ -533,7 +528,7 @@ def _planned_launch(launch: Launch, shared: Environment, profile: Profile, shard
     }
 
 
-def _ready(one: Rank, shard: Shard, profile: Profile, engine: Engine, serves: bool) -> dict[str, t.Any]:
+def _ready(one: Rank, shard: Shard, leader: Shard, profile: Profile, engine: Engine, serves: bool) -> dict[str, t.Any]:
     """What the gate asks of this rank (docs/architecture.md, launch.json)."""
     devices = engine.devices_command(shard) if one.gpus else None
     return {
@@ -542,7 +537,7 @@ def _ready(one: Rank, shard: Shard, profile: Profile, engine: Engine, serves: bo
         "key_secret": "api_key" if serves and shard.has_key else None, "key_protects": engine.key_protects if serves and shard.has_key else None,
         "gpu_evidence": not profile.on_cpu, "falls_back_to_cpu": engine.falls_back_to_cpu, "devices_command": {"path": devices[0], "args": list(devices[1])} if devices else None,
         "accepts_on_port": engine.accepts_on_port(shard), "budget_seconds": profile.ready_timeout, "warmup_503": engine.warmup_503,
-        "leader_health": None if one.rank == 0 else {"url": _leader_url(shard), "path": engine.health_path},
+        "leader_health": None if one.rank == 0 else {"url": _url(leader), "path": engine.health_path},
     }
 
 

@@ -19,7 +19,10 @@ LEADER_PORTS = range(29500, 30000)
 
 
 def choose_leader_port(ranks: t.Sequence[Rank], stated: int | None, http_port: int, replica: str, nodes: int, findings: Findings, needed: t.Sequence[int] = (0,)) -> int:
-    """The port that the ranks meet on: as stated; else the one that the replica has now; else the first that is free on every rank's host."""
+    """The port that the ranks meet on: as stated; else the one that the replica has now; else the first that is free on every rank's host.
+
+    C(needed): distances from it of the ports that the leader binds for the ranks.
+    """
     if stated is not None:
         if stated == http_port:
             findings.fault("replica_leader_port", stated, "another port than replica_http_port")
@@ -30,7 +33,8 @@ def choose_leader_port(ranks: t.Sequence[Rank], stated: int | None, http_port: i
     taken = {http_port}
     for one in ranks:
         taken |= {entry["port"] for entry in one.facts["ports_in_use"] if not _ours(entry, one, replica)} | _of_other_replicas(one, replica)
-    for port in [*sorted(current), *LEADER_PORTS]:
+    candidates: list[int] = [*sorted(current), *LEADER_PORTS]
+    for port in candidates:
         if not taken & {port + distance for distance in needed}:
             return port
     findings.fault("replica_leader_port", "no free port from %d to %d" % (LEADER_PORTS[0], LEADER_PORTS[-1]), "a port that is free on every rank's host", "Set replica_leader_port.")
@@ -49,7 +53,7 @@ def check(ranks: t.Sequence[Rank], shards: t.Sequence[Shard], engine: Engine, re
             holder = _holder(one, address, port, replica) or _deployed(one, port, replica)
             if holder:
                 findings.fault("ports_in_use", "port %d (%s) held by %s" % (port, what, holder), "a free port",
-                               "Stop that process, or set %s." % ("replica_http_port" if what == "HTTP" else "replica_leader_port"), host=one.host.name, rank=one.rank)
+                               "Stop that process, or set %s." % ("replica_http_port" if what.startswith("HTTP") else "replica_leader_port"), host=one.host.name, rank=one.rank)
             ephemeral = one.facts["limits"]["ephemeral_ports"]
             if len(ephemeral) == 2 and ephemeral[0] <= port <= ephemeral[1]:
                 findings.warn("port", "%d (%s)" % (port, what), "a port outside of the ephemeral range %d-%d" % tuple(ephemeral),

@@ -16,7 +16,7 @@ from ansible_collections.rankzero.inference.plugins.plugin_utils.engines.base im
 from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings
 from ansible_collections.rankzero.inference.plugins.plugin_utils.values import nearest
 
-BUILT_IN = ("llamacpp", "sim")
+BUILT_IN = ("llamacpp", "sglang", "sim", "vllm")
 _HERE = "ansible_collections.rankzero.inference.plugins.plugin_utils.engines."
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 import dataclasses
 import typing as t
 
-from ansible_collections.rankzero.inference.plugins.plugin_utils.arguments import Grammar, find
+from ansible_collections.rankzero.inference.plugins.plugin_utils.arguments import Grammar, find, unknown, value
 from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings
 from ansible_collections.rankzero.inference.plugins.plugin_utils.profile import Profile
+from ansible_collections.rankzero.inference.plugins.plugin_utils.values import nearest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +96,7 @@ class Engine:
     kv_cache_dtypes: t.Mapping[str, int] = {}
     quantizations: t.Mapping[str, int] = {}
     grammar = Grammar({})
+    parser: tuple[tuple[str, ...], ...] = ()    # every option of the engine with its spellings (option_names.py)
     owned: t.Mapping[str, str] = {}      # canonical option -> where its value comes from
     refused: t.Mapping[str, str] = {}    # canonical option -> what it would do
 
@@ -113,12 +115,12 @@ class Engine:
         if profile.on_cpu and not self.cpu_parallel and max(profile.tp, profile.pp, profile.dp) > 1:
             findings.fault("%s.gpus_per_node" % where, 0, "GPUs for tp %d, pp %d, dp %d" % (profile.tp, profile.pp, profile.dp),
                            "A CPU profile (gpus_per_node 0) of %s has tp, pp and dp 1." % self.name)
-        for field, value, known in (("distributed", profile.distributed, self.distributed), ("dp_mode", profile.dp_mode, self.dp_modes)):
-            if value not in known:
-                findings.fault("%s.%s" % (where, field), value, "one of %s for %s" % (", ".join(known), self.name))
-        for field, value, table in (("dtype", profile.dtype, self.dtypes), ("kv_cache_dtype", profile.kv_cache_dtype, self.kv_cache_dtypes)):
-            if value is not None and value not in table:
-                findings.fault("%s.%s" % (where, field), value, "one of %s" % ", ".join(table) if table else "unset: %s has no such option" % self.name)
+        for field, chosen, known in (("distributed", profile.distributed, self.distributed), ("dp_mode", profile.dp_mode, self.dp_modes)):
+            if chosen not in known:
+                findings.fault("%s.%s" % (where, field), chosen, "one of %s for %s" % (", ".join(known), self.name))
+        for field, dtype, table in (("dtype", profile.dtype, self.dtypes), ("kv_cache_dtype", profile.kv_cache_dtype, self.kv_cache_dtypes)):
+            if dtype is not None and dtype not in table:
+                findings.fault("%s.%s" % (where, field), dtype, "one of %s" % ", ".join(table) if table else "unset: %s has no such option" % self.name)
 
     def _validate_arguments(self, profile: Profile, where: str, findings: Findings) -> None:
         """Owned and code-executing options are found as the engine's own parser would find them."""
@@ -128,6 +130,10 @@ class Engine:
                 findings.fault(field, spelled.text, "no %s" % spelled.option, "The plan sets it: %s." % self.owned[spelled.option])
             elif spelled.option in self.refused:
                 findings.fault(field, spelled.text, "no %s" % spelled.option, "It %s." % self.refused[spelled.option])
+        for position, text in unknown(profile.args, self.parser, self.grammar) if self.parser else ():
+            close = nearest(text.split("=", 1)[0], (name for group in self.parser for name in group))
+            findings.warn("%s.args[%d]" % (where, position), text, "an option that %s is known to have" % self.name,
+                          "%sIf the build is of another release it may have it; otherwise the engine will not start." % ("Did you mean %s? " % close if close else ""))
 
     def _validate_positionals(self, profile: Profile, where: str, findings: Findings) -> None:
         """A bare C(--) would turn the plan's own options, which come last, into positionals; a word that no option takes is one (a second model)."""
@@ -195,13 +201,7 @@ class Engine:
 
     def quantization_arguments(self, profile: Profile) -> list[str]:
         """Quantizations that the profile's free arguments ask for, in any spelling of the engine's."""
-        found = []
-        for spelled in find(profile.args, self.grammar):
-            if spelled.option == "--quantization":
-                _name, equals, value = spelled.text.partition("=")
-                following = profile.args[spelled.position + 1] if spelled.position + 1 < len(profile.args) else ""
-                glued = spelled.text[2:] if self.grammar.glued_shorts and not spelled.text.startswith("--") else ""
-                found.append(value if equals else glued or following)
+        found = [value(profile.args, spelled, self.grammar) for spelled in find(profile.args, self.grammar) if spelled.option == "--quantization"]
         return [name for name in found if name]
 
     def needs_model(self, profile: Profile, rank: int) -> bool:

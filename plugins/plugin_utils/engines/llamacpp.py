@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from ansible_collections.rankzero.inference.plugins.plugin_utils.arguments import Grammar
 from ansible_collections.rankzero.inference.plugins.plugin_utils.engines.base import Engine, Launch, Shard
+from ansible_collections.rankzero.inference.plugins.plugin_utils.engines.option_names import LLAMACPP as PARSER
 from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings
 from ansible_collections.rankzero.inference.plugins.plugin_utils.profile import Profile
 
@@ -52,6 +53,7 @@ class Adapter(Engine):
     heads_divide = False
     owned = {option: why for option, (_others, why) in _OWNED.items()}
     refused = {option: what for option, (_others, what) in _REFUSED.items()}
+    parser = PARSER
     grammar = Grammar({**_spellings(_OWNED), **_spellings(_REFUSED)}, underscores=True, equals=False)
 
     def validate(self, profile: Profile, where: str, findings: Findings) -> None:
