@@ -267,7 +267,7 @@ def _rank(chosen: list[Candidate], leader: str | None, findings: Findings) -> li
             return None
         if stated in by_rank:
             findings.fault("replica_rank" if stated else "replica_leader", "rank %d for %s and for %s" % (stated, by_rank[stated].host, candidate.host), "one host for each rank",
-                           "Two leaders cannot be: state each rank once.")
+                           "Two leaders cannot be: state each rank once.", host=candidate.host, rank=stated)
             return None
         by_rank[stated] = candidate
     rest = [candidate for candidate in chosen if candidate not in by_rank.values()]
