@@ -17,6 +17,7 @@ from typing import Any
 
 RunCommand = Callable[..., tuple[int, str, str]]
 _VERSION = re.compile(r"\bversion:?\s+v?([0-9][^\s,]*)", re.IGNORECASE)
+_BARE_VERSION = re.compile(r"^v?([0-9]+\.[0-9][^\s,]*)\s*$", re.MULTILINE)      # all that vllm --version prints
 _DEVICE = re.compile(r"^\s+([A-Za-z]+[0-9]*): (.*?)(?: \((\d+) MiB, (\d+) MiB free\))?\s*$")
 _LIBRARY = re.compile(r"\.so(\.[0-9]+)*$")
 ANSWER_SECONDS = 120        # a driver that wakes up many GPUs takes its time; a program that serves instead of answering takes for ever
@@ -62,7 +63,7 @@ def ask(run_command: RunCommand, program: str, args: Sequence[str], env: Mapping
 
 def version(run_command: RunCommand, program: str, args: Sequence[str], env: Mapping[str, str]) -> str:
     out, err = ask(run_command, program, args, env)
-    found = _VERSION.search(out + "\n" + err)
+    found = _VERSION.search(out + "\n" + err) or _BARE_VERSION.search(out)
     if not found:
         raise ProbeError("%s %s names no version: %s" % (program, " ".join(args), (out + err).strip()[:200]))
     return found.group(1)
