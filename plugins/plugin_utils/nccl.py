@@ -143,50 +143,40 @@ def automatic_gid(gids: t.Iterable[t.Mapping[str, t.Any]], ipv6: bool = False, w
     """The index that NCCL 2.21 and newer takes on a RoCE port when C(NCCL_IB_GID_INDEX) is -1 (net_ib/connect.cc, C(ncclIbGetGidIndex)).
 
     The walk begins with entry 0 as the current one, whatever it is. Only candidates are held against the range, so an entry 0 that is
-    RoCE v2 of the wanted family stays even when it is outside of the range.
+    RoCE v2 of the wanted family stays even when it is outside of the range. The first candidate of the wanted family replaces a current
+    entry of the other family without being looked at any further; an empty slot counts as IPv6 there.
     """
     table = {int(entry["index"]): entry for entry in gids}
-    current = 0
-    for index in range(1, max(table, default=0) + 1):
-        candidate = table.get(index)
-        if candidate is None or _family(candidate) != (6 if ipv6 else 4) or not _within(candidate, within):
+    current, family = 0, 6 if ipv6 else 4
+    for index in range(1, max(table, default=0) + 2):               # one empty slot is always left behind the last entry
+        now, candidate = table.get(current), table.get(index)
+        if _address(candidate).version != family or (within is not None and _address(candidate) not in within):
             continue
-        better = _valid(candidate) and _version(candidate) == version and (_version(table.get(current)) != version or not _valid(table.get(current)))
-        if better or _family(table.get(current)) != _family(candidate):
+        better = _valid(candidate) and _version(candidate) == version and (_version(now) != version or not _valid(now))
+        if better or _address(now).version != family:
             current = index
     return current
 
 
-def _address(entry: t.Mapping[str, t.Any] | None) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+def _address(entry: t.Mapping[str, t.Any] | None) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """IPv4 for an IPv4-mapped entry, C(::) for an empty slot."""
     for text in ((entry or {}).get("address"), (entry or {}).get("gid")):
         try:
             address = ipaddress.ip_address(str(text))
         except ValueError:
             continue
-        return address.ipv4_mapped or address if isinstance(address, ipaddress.IPv6Address) else address
-    return None
-
-
-def _family(entry: t.Mapping[str, t.Any] | None) -> int:
-    """4 for an IPv4-mapped entry, 6 for all others, an empty slot too."""
-    address = _address(entry)
-    return 4 if isinstance(address, ipaddress.IPv4Address) else 6
+        return (address.ipv4_mapped or address) if isinstance(address, ipaddress.IPv6Address) else address
+    return ipaddress.IPv6Address(0)
 
 
 def _valid(entry: t.Mapping[str, t.Any] | None) -> bool:
     """NCCL's validGid: neither empty nor fe80::/64. 169.254.x.x passes (uccl#1034)."""
     address = _address(entry)
-    return address is not None and int(address) != 0 and not (isinstance(address, ipaddress.IPv6Address) and int(address) >> 64 == 0xFE80 << 48)
+    return isinstance(address, ipaddress.IPv4Address) or (int(address) != 0 and int(address) >> 64 != 0xFE80 << 48)
 
 
 def _version(entry: t.Mapping[str, t.Any] | None) -> int | None:
-    kind = (entry or {}).get("type")
-    return {"RoCE v2": 2, "IB/RoCE v1": 1}.get(str(kind))
-
-
-def _within(entry: t.Mapping[str, t.Any], network: Network | None) -> bool:
-    address = _address(entry)
-    return network is None or (address is not None and address.version == network.version and address in network)
+    return {"RoCE v2": 2, "IB/RoCE v1": 1}.get(str((entry or {}).get("type")))
 
 
 def address_range(values: t.Mapping[str, str]) -> Network | None:
@@ -356,9 +346,12 @@ def _gid_index_value(value: str, values: t.Mapping[str, str], rank: Rank, wrong:
 
 
 def _address_range_value(value: str, values: t.Mapping[str, str], rank: Rank, wrong: Tell, note: Tell) -> None:
-    if address_range(values) is None:
+    network = address_range(values)
+    if network is None:
         wrong("one CIDR of the family %s, such as %s" % (("AF_INET6", "2001:db8::/64") if wants_ipv6(values) else ("AF_INET", "10.11.0.0/16")),
-              "NCCL ignores a range without /, of the other family, or a list, and says so only at NCCL_DEBUG=INFO.")
+              "NCCL ignores a range without / or of the other family, and says so only at NCCL_DEBUG=INFO.")
+    elif not re.match(r"[0-9a-fA-F.:]+/[0-9]+\Z", value):
+        wrong("one CIDR", "NCCL reads this as %s and nothing more: there is one range for all ports." % network)
     elif (values.get("NCCL_IB_GID_INDEX") or "-1") != "-1":
         note("NCCL_IB_GID_INDEX=-1 beside it", "NCCL_IB_GID_INDEX=%s is in force, and NCCL asks no range then." % values["NCCL_IB_GID_INDEX"])
 
@@ -470,7 +463,7 @@ def _check_ports(asked: t.Mapping[str, str], values: t.Mapping[str, str], rank: 
     if not taken:
         report.fault(field, spec, "a list that selects ports of this host: %s" % _listed(rank.all_ports),
                      "It selects none. Names differ between hosts; leave the variable to the plan, or name ports for each host in replica_fabrics.")
-    elif spec[0] not in "^=" and plain and len(plain) < len(taken):
+    elif not spec.startswith(("^", "=")) and plain and len(plain) < len(taken):
         report.fault(field, spec, "=%s" % spec, "Without = every entry is a prefix, and this one selects %s (NVIDIA/nccl#236)." % _listed(taken))
     elif len({port.get("link_layer") for port in taken}) > 1:
         report.fault(field, "%s, which selects %s" % (spec, ", ".join("%s %s" % (_port_name(port), port.get("link_layer")) for port in taken)),
@@ -532,7 +525,7 @@ def _check_socket_interface(asked: t.Mapping[str, str], values: t.Mapping[str, s
     if not taken:
         report.fault(field, spec, "an interface of this host that runs and has an address",
                      "It selects none, and NCCL ends with an unclear error (NVIDIA/nccl#1837).")
-    elif len(taken) > 1 and spec[0] not in "^=" and spec in taken:
+    elif len(taken) > 1 and spec in taken:
         report.fault(field, spec, "=%s" % spec,
                      "Without = it is a prefix and selects %s; NCCL takes whichever the kernel lists first (nccl-tests#9)." % ", ".join(taken))
     elif len(taken) > 1:

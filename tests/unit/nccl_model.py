@@ -48,6 +48,7 @@ def integer(text: str | None, default: int) -> int:
 
 # ---- lists of names
 
+
 def token_list(text: str, most: int) -> list[tuple[str, int]]:
     tokens = []
     for entry in text.split(","):
@@ -61,7 +62,7 @@ def in_list(name: str, port: int, tokens: list[tuple[str, int]], exact: bool) ->
     if not tokens:
         return True
     for token, token_port in tokens:
-        same = name == token if exact else name[:len(token)] == token
+        same = name == token if exact else name[: len(token)] == token
         if same and (port == -1 or token_port == -1 or port == token_port):
             return True
     return False
@@ -98,6 +99,7 @@ def interfaces(spec: str, present: list[Interface], family: str | None = None) -
 
 
 # ---- the GID
+
 
 def is_ipv4(gid: int) -> bool:
     return gid >> 32 in (0xFFFF, 0xFF0E << 80 | 0xFFFF)

@@ -24,13 +24,33 @@ VERBS = ("NCCL_IB_", "NCCL_NET", "NCCL_IGNORE_NET_MISMATCH", "NCCL_CROSS_NIC")
 
 
 def entry(index: int, address: str, version: int = 2, network: str | None = None, vlan: int | None = None) -> dict[str, Any]:
-    return {"index": index, "gid": str(ipaddress.IPv6Address(nccl_model.gid_of(address))), "type": "RoCE v2" if version == 2 else "IB/RoCE v1", "netdev": "eth0",
-            "address": address, "network": network, "vlan": vlan}
+    return {
+        "index": index,
+        "gid": str(ipaddress.IPv6Address(nccl_model.gid_of(address))),
+        "type": "RoCE v2" if version == 2 else "IB/RoCE v1",
+        "netdev": "eth0",
+        "address": address,
+        "network": network,
+        "vlan": vlan,
+    }
 
 
 def port(name: str, *entries: dict[str, Any], number: int = 1, **more: Any) -> dict[str, Any]:
-    keys = ["roce:%s%s" % (item["network"], "@%d" % item["vlan"] if item["vlan"] is not None else "") for item in entries if item["network"] and item["type"] == "RoCE v2"]
-    return {"name": name, "port": number, "link_layer": "ethernet", "transport": "roce", "gids": list(entries), "fabrics": list(dict.fromkeys(keys)), "usable": True, **more}
+    keys = [
+        "roce:%s%s" % (item["network"], "@%d" % item["vlan"] if item["vlan"] is not None else "")
+        for item in entries
+        if item["network"] and item["type"] == "RoCE v2"
+    ]
+    return {
+        "name": name,
+        "port": number,
+        "link_layer": "ethernet",
+        "transport": "roce",
+        "gids": list(entries),
+        "fabrics": list(dict.fromkeys(keys)),
+        "usable": True,
+        **more,
+    }
 
 
 def plain(name: str, address: str, index: int = 3) -> dict[str, Any]:
@@ -52,15 +72,25 @@ def variables(ports: list[dict[str, Any]], *keys: str, nccl: str | None = "2.30.
 
 # ---- the fabric's variables, whole
 
+
 def test_roce():
     assert variables([plain("mlx5_0", "10.11.0.1"), plain("mlx5_1", "10.11.0.2")]) == {
-        "NCCL_IB_DISABLE": "0", "NCCL_IB_HCA": "=mlx5_0:1,mlx5_1:1", "NCCL_IB_GID_INDEX": "3", "NCCL_NET": "IB", "NCCL_IGNORE_NET_MISMATCH": "0"}
+        "NCCL_IB_DISABLE": "0",
+        "NCCL_IB_HCA": "=mlx5_0:1,mlx5_1:1",
+        "NCCL_IB_GID_INDEX": "3",
+        "NCCL_NET": "IB",
+        "NCCL_IGNORE_NET_MISMATCH": "0",
+    }
 
 
 def test_infiniband_has_neither_index_nor_range():
     ib = [{"name": "mlx5_0", "port": 2, "link_layer": "infiniband", "transport": "ib", "gids": [], "fabrics": ["ib:fe80000000000000"]}]
     assert variables(ib, "ib:fe80000000000000", link="infiniband") == {
-        "NCCL_IB_DISABLE": "0", "NCCL_IB_HCA": "=mlx5_0:2", "NCCL_NET": "IB", "NCCL_IGNORE_NET_MISMATCH": "0"}
+        "NCCL_IB_DISABLE": "0",
+        "NCCL_IB_HCA": "=mlx5_0:2",
+        "NCCL_NET": "IB",
+        "NCCL_IGNORE_NET_MISMATCH": "0",
+    }
 
 
 def test_no_ports():
@@ -89,7 +119,9 @@ def test_range_that_would_take_another_address_is_a_fault():
     ports = [port("mlx5_0", other, entry(3, "10.64.0.1", 2, "10.64.0.0/16")), port("mlx5_1", entry(5, "10.66.0.1", 2, "10.66.0.0/16"))]
     findings = Findings()
     values = variables(ports, "roce:10.64.0.0/16", "roce:10.66.0.0/16", findings=findings)
-    assert "mlx5_0:1: index 3 10.64.0.1; mlx5_1:1: index 5 10.66.0.1" in findings.faults[0].seen and not {"NCCL_IB_GID_INDEX", "NCCL_IB_ADDR_RANGE"} & set(values)
+    assert "mlx5_0:1: index 3 10.64.0.1; mlx5_1:1: index 5 10.66.0.1" in findings.faults[0].seen and not {"NCCL_IB_GID_INDEX", "NCCL_IB_ADDR_RANGE"} & set(
+        values
+    )
 
 
 def test_range_is_not_chosen_by_the_luck_of_the_order():
@@ -112,13 +144,22 @@ def test_entry_zero_that_no_range_can_replace_is_a_fault():
     assert variables([stubborn])["NCCL_IB_GID_INDEX"] == "1", "an index says it"
 
 
-@pytest.mark.parametrize("entries", [
-    [entry(3, "169.254.1.1", 2, "169.254.0.0/16")], [entry(3, "fe80::1", 2, "fe80::/64")], [entry(3, "10.11.0.1", 1, "10.11.0.0/16")], [],
-    [entry(3, "10.12.0.1", 2, "10.12.0.0/16")], [entry(3, "10.11.0.1", 2, "10.11.0.0/16", 160)],
-])
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [entry(3, "169.254.1.1", 2, "169.254.0.0/16")],
+        [entry(3, "fe80::1", 2, "fe80::/64")],
+        [entry(3, "10.11.0.1", 1, "10.11.0.0/16")],
+        [],
+        [entry(3, "10.12.0.1", 2, "10.12.0.0/16")],
+        [entry(3, "10.11.0.1", 2, "10.11.0.0/16", 160)],
+    ],
+)
 def test_no_routable_entry_is_a_fault(entries):
     findings = Findings()
-    values = variables([plain("mlx5_1", "10.11.0.2"), port("mlx5_0", *entries)], "roce:10.11.0.0/16", "roce:169.254.0.0/16", "roce:fe80::/64", findings=findings)
+    values = variables(
+        [plain("mlx5_1", "10.11.0.2"), port("mlx5_0", *entries)], "roce:10.11.0.0/16", "roce:169.254.0.0/16", "roce:fe80::/64", findings=findings
+    )
     assert "no routable RoCE v2 entry on mlx5_0:1" in findings.faults[0].seen and "NCCL_IB_GID_INDEX" not in values
 
 
@@ -137,14 +178,31 @@ def test_ipv4_and_ipv6_ports_do_not_mix():
 
 def test_facts_that_somebody_wrote():
     """Without networks, under a name of the writer's own: the only fabric of the port is meant."""
-    written = {"name": "mlx5_0", "port": 1, "link_layer": "ethernet", "usable": True, "fabrics": ["compute"], "gids": [{"index": 3, "type": "RoCE v2", "address": "10.11.0.1"}]}
+    written = {
+        "name": "mlx5_0",
+        "port": 1,
+        "link_layer": "ethernet",
+        "usable": True,
+        "fabrics": ["compute"],
+        "gids": [{"index": 3, "type": "RoCE v2", "address": "10.11.0.1"}],
+    }
     assert variables([written], "compute")["NCCL_IB_GID_INDEX"] == "3"
     stray = {**written, "fabrics": ["roce:10.11.0.0/16"], "gids": [{"index": 1, "type": "RoCE v2", "address": "10.99.0.1"}, *written["gids"]]}
     assert variables([stray])["NCCL_IB_GID_INDEX"] == "3", "an address outside of the key's network is not on it"
 
 
-@pytest.mark.parametrize(("nccl", "net", "mismatch"), [(None, False, False), ("2.20.5", False, False), ("2.21.5", True, False), ("2.29.7", True, False), ("2.30.3", True, True),
-                                                       ("2.30.7+cuda13.0", True, True), ("3.0", True, True)])
+@pytest.mark.parametrize(
+    ("nccl", "net", "mismatch"),
+    [
+        (None, False, False),
+        ("2.20.5", False, False),
+        ("2.21.5", True, False),
+        ("2.29.7", True, False),
+        ("2.30.3", True, True),
+        ("2.30.7+cuda13.0", True, True),
+        ("3.0", True, True),
+    ],
+)
 def test_versions_of_nccl(nccl, net, mismatch):
     values = variables([plain("mlx5_0", "10.11.0.1")], nccl=nccl)
     assert (values.get("NCCL_NET"), values.get("NCCL_IGNORE_NET_MISMATCH")) == ("IB" if net else None, "0" if mismatch else None)
@@ -168,7 +226,11 @@ def test_direct_cables():
     keys = ("roce:10.77.0.0/24", "roce:10.77.1.0/24")
     values = variables(ports, *keys, prefix_length=24)
     assert {name: values[name] for name in ("NCCL_IB_SUBNET_AWARE_ROUTING", "NCCL_IB_MERGE_NICS", "NCCL_NET_PLUGIN", "NCCL_NET")} == {
-        "NCCL_IB_SUBNET_AWARE_ROUTING": "1", "NCCL_IB_MERGE_NICS": "0", "NCCL_NET_PLUGIN": "none", "NCCL_NET": "IB"}
+        "NCCL_IB_SUBNET_AWARE_ROUTING": "1",
+        "NCCL_IB_MERGE_NICS": "0",
+        "NCCL_NET_PLUGIN": "none",
+        "NCCL_NET": "IB",
+    }
     assert "NCCL_IB_SUBNET_PREFIX_LEN" not in values
     assert variables(ports, *keys, prefix_length=30)["NCCL_IB_SUBNET_PREFIX_LEN"] == "30"
     for nccl in (None, "2.30.6", "2.29.9"):
@@ -194,12 +256,14 @@ def test_nvlink():
         env = environment.Environment()
         environment.nvlink_variables(env, *arguments)
         return env.values
+
     assert values(2, True, True, "nvl:x/2") == {"NCCL_MNNVL_ENABLE": "1", "NCCL_CUMEM_ENABLE": "1"}
     assert values(2, False, False, "nvl:x/2") == {"NCCL_MNNVL_ENABLE": "0"}
     assert values(2, False, True, "nvl:x/2") == values(2, False, False, None) == values(1, True, True, "nvl:x/2") == {}
 
 
 # ---- in a plan
+
 
 def test_override_wins_and_is_said():
     plan = build.good(build.hosts(hcas=2), build.profile(env={"NCCL_IB_HCA": "=mlx5_0:1"}))
@@ -232,7 +296,11 @@ def launched(plan: dict[str, Any], name: str) -> list[str | None]:
 def test_nvlink_domain_in_a_plan():
     key = "nvl:11111111-2222-4333-8444-555555555555/2"
     plan = build.good(trays(2, 2), options={"replica_fabric": key})
-    assert launched(plan, "NCCL_MNNVL_ENABLE") == ["1", "1"] and launched(plan, "NCCL_CUMEM_ENABLE") == ["1", "1"] and launched(plan, "NCCL_IB_DISABLE") == ["1", "1"]
+    assert (
+        launched(plan, "NCCL_MNNVL_ENABLE") == ["1", "1"]
+        and launched(plan, "NCCL_CUMEM_ENABLE") == ["1", "1"]
+        and launched(plan, "NCCL_IB_DISABLE") == ["1", "1"]
+    )
     assert launched(build.good(trays(2, 2)), "NCCL_MNNVL_ENABLE") == [None, None], "proven and not asked for: NCCL decides"
     assert launched(build.good(trays(2, 3)), "NCCL_MNNVL_ENABLE") == ["0", "0"]
     assert launched(build.good(trays(2, None)), "NCCL_MNNVL_ENABLE") == ["0", "0"], "all ranks must be told the same"
@@ -296,7 +364,7 @@ def slots(item: dict[str, Any]) -> list[nccl_model.Slot]:
     return [filled.get(index, nccl_model.Slot()) for index in range(max(filled, default=0) + 3)]
 
 
-@settings(max_examples=700, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(ports=hosts_ports(), data=st.data())
 def test_whatever_we_write_nccl_finds_an_entry_of_the_fabric(ports, data):
     """No fault, then under our variables NCCL takes on every port an entry that is RoCE v2, routable, in the fabric's network and VLAN."""
@@ -305,7 +373,10 @@ def test_whatever_we_write_nccl_finds_an_entry_of_the_fabric(ports, data):
     keys = tuple(data.draw(st.lists(st.sampled_from(keys), min_size=1, max_size=3, unique=True)))
     findings = Findings()
     values = variables(ports, *keys, findings=findings)
-    right = [{gid["index"] for gid in item["gids"] if gid["type"] == "RoCE v2" and gid["network"] and on_network(gid) in keys and routable(gid["address"])} for item in ports]
+    right = [
+        {gid["index"] for gid in item["gids"] if gid["type"] == "RoCE v2" and gid["network"] and on_network(gid) in keys and routable(gid["address"])}
+        for item in ports
+    ]
     v4 = [{index for index in found if ":" not in next(gid["address"] for gid in item["gids"] if gid["index"] == index)} for found, item in zip(right, ports)]
     if findings.faults:
         assert not (all(v4) and set.intersection(*v4)), "an index that is right for all ports is found"
@@ -328,8 +399,12 @@ def routable(address: str) -> bool:
     return not (value.is_link_local or value.is_loopback or value.is_unspecified or value.is_multicast)
 
 
-DEVICES = st.lists(st.tuples(st.sampled_from(["mlx5_1", "mlx5_10", "mlx5_11", "mlx5_1_dma", "rocep1s0f0", "rocep1s0f0v1", "mlx5_bond_0", "m"]), st.integers(1, 2)),
-                   min_size=1, max_size=10, unique=True)
+DEVICES = st.lists(
+    st.tuples(st.sampled_from(["mlx5_1", "mlx5_10", "mlx5_11", "mlx5_1_dma", "rocep1s0f0", "rocep1s0f0v1", "mlx5_bond_0", "m"]), st.integers(1, 2)),
+    min_size=1,
+    max_size=10,
+    unique=True,
+)
 
 
 @settings(max_examples=200, deadline=None)
@@ -366,6 +441,7 @@ def test_recorded_matches(name):
         if is_hca:
             return [device.name for device in nccl_model.hcas(spec, [nccl_model.Device(device, 1) for device in case["devices"]])]
         return nccl_model.interfaces(spec, [nccl_model.Interface(device, ("10.0.0.1/24",)) for device in case["devices"]])
+
     for match in case["cases"]:
         assert select(match["spec"]) == match["selects"], match["spec"]
     for device in case["devices"]:
@@ -376,17 +452,32 @@ def test_recorded_matches(name):
 def test_recorded_interfaces(name):
     """The interface of recorded hosts, by the rule of the plan, and the variables that name it: on a worker the way to the leader, else the default route."""
     case = yaml.safe_load((FIXTURES / (name + ".yaml")).read_text(encoding="utf-8"))
-    interfaces = [{"name": item["name"], "kind": "physical", "up": item.get("up", True), "carrier": True, "master": None, "addresses": item["ipv4"]} for item in case["interfaces"]]
+    interfaces = [
+        {"name": item["name"], "kind": "physical", "up": item.get("up", True), "carrier": True, "master": None, "addresses": item["ipv4"]}
+        for item in case["interfaces"]
+    ]
     default = next((item["name"] for item in case["interfaces"] if item.get("default_route")), None)
     routes = [{"destination": f"{target}/32", "gateway": None, "interface": device, "metric": 0} for target, device in (case.get("route_get") or {}).items()]
     findings = Findings()
-    endpoint = addressing.choose({"interfaces": interfaces, "routes": routes, "default_route": {"interface": default}}, host="a", rank=1, explicit=None, management=None,
-                                 leader_address=case.get("leader_ip") if routes else None, single_node=False, findings=findings)
+    endpoint = addressing.choose(
+        {"interfaces": interfaces, "routes": routes, "default_route": {"interface": default}},
+        host="a",
+        rank=1,
+        explicit=None,
+        management=None,
+        leader_address=case.get("leader_ip") if routes else None,
+        single_node=False,
+        findings=findings,
+    )
     assert endpoint is not None, findings.faults
     env = environment.Environment()
     environment.bootstrap_interface(env, endpoint)
     wanted = case["expect"].get("management") or case["expect"]["gloo"]
-    expect = case["expect"].get("env") or {"NCCL_SOCKET_IFNAME": case["expect"].get("nccl", "=" + wanted), "GLOO_SOCKET_IFNAME": wanted, "TP_SOCKET_IFNAME": wanted}
+    expect = case["expect"].get("env") or {
+        "NCCL_SOCKET_IFNAME": case["expect"].get("nccl", "=" + wanted),
+        "GLOO_SOCKET_IFNAME": wanted,
+        "TP_SOCKET_IFNAME": wanted,
+    }
     assert expect.items() <= env.values.items()
     assert endpoint.address == case["expect"].get("host_ip", endpoint.address)
     present = [nccl_model.Interface(item["name"], tuple(item["addresses"]), bool(item["up"])) for item in interfaces]
@@ -398,6 +489,8 @@ def test_right_gids_are_those_of_the_rule():
     assert gids.right(ports, ("roce:10.11.0.0/16",)) == {"mlx5_0:1": frozenset({3}), "mlx5_1:1": frozenset({5})}
 
 
-@pytest.mark.parametrize(("text", "parts"), [(None, ()), ("", ()), ("2.30.7", (2, 30, 7)), ("2.27.5+cuda12.9", (2, 27, 5)), ("v2.21", (2, 21)), ("unknown", ())])
+@pytest.mark.parametrize(
+    ("text", "parts"), [(None, ()), ("", ()), ("2.30.7", (2, 30, 7)), ("2.27.5+cuda12.9", (2, 27, 5)), ("v2.21", (2, 21)), ("unknown", ())]
+)
 def test_version(text, parts):
     assert environment.version(text) == parts

@@ -32,13 +32,21 @@ def read(tree: hardware_trees.HardwareTree, gpus: list[dict[str, Any]] | None = 
     tree.write_network_state([])
     state = network.read(str(tree.sysfs), str(tree.network_state))
     ports = hcas.read(str(tree.sysfs), str(tree.dev), state["interfaces"])
-    return host_facts.normalise({"schema": 1, "hcas": ports, "interfaces": state["interfaces"], "gpus": gpus or [],
-                                 "topology": {"gpu_hca": topology.gpu_hca(gpus or [], ports, str(tree.sysfs))}, **more})
+    return host_facts.normalise(
+        {
+            "schema": 1,
+            "hcas": ports,
+            "interfaces": state["interfaces"],
+            "gpus": gpus or [],
+            "topology": {"gpu_hca": topology.gpu_hca(gpus or [], ports, str(tree.sysfs))},
+            **more,
+        }
+    )
 
 
 def gid_text(address: str) -> str:
     value = f"{nccl_model.gid_of(address):032x}"
-    return ":".join(value[at:at + 4] for at in range(0, 32, 4))
+    return ":".join(value[at : at + 4] for at in range(0, 32, 4))
 
 
 def v2(address: str, netdev: str, index: int = 3) -> list[Any]:
@@ -51,11 +59,38 @@ def port(name: str, *addresses: str, number: int = 1, **more: Any) -> dict[str, 
     for index, text in enumerate(addresses, 3):
         cidr, _at, vlan = text.partition("@")
         interface = ipaddress.ip_interface(cidr)
-        gid_list.append({"index": index, "gid": gid_text(str(interface.ip)), "type": "RoCE v2", "netdev": "e" + name, "address": str(interface.ip),
-                         "network": str(interface.network), "vlan": int(vlan) if vlan else None})
+        gid_list.append(
+            {
+                "index": index,
+                "gid": gid_text(str(interface.ip)),
+                "type": "RoCE v2",
+                "netdev": "e" + name,
+                "address": str(interface.ip),
+                "network": str(interface.network),
+                "vlan": int(vlan) if vlan else None,
+            }
+        )
         keys.append(f"roce:{interface.network}" + (f"@{vlan}" if vlan else ""))
-    return {"name": name, "port": number, "pci_bdf": None, "driver": "mlx5_core", "link_layer": "ethernet", "transport": "roce", "state": "active", "rate_gbps": 400,
-            "netdevs": ["e" + name], "mtu": 9000, "is_vf": False, "lid": 0, "sm_lid": 0, "gids": gid_list, "fabrics": keys, "usable": True, "reasons": [], **more}
+    return {
+        "name": name,
+        "port": number,
+        "pci_bdf": None,
+        "driver": "mlx5_core",
+        "link_layer": "ethernet",
+        "transport": "roce",
+        "state": "active",
+        "rate_gbps": 400,
+        "netdevs": ["e" + name],
+        "mtu": 9000,
+        "is_vf": False,
+        "lid": 0,
+        "sm_lid": 0,
+        "gids": gid_list,
+        "fabrics": keys,
+        "usable": True,
+        "reasons": [],
+        **more,
+    }
 
 
 def ib(name: str, prefix: str = "fe80000000000000", lid: int = 1, **more: Any) -> dict[str, Any]:
@@ -105,6 +140,7 @@ def refused(*arguments: Any, **more: Any) -> str:
 
 # ---- recorded hosts
 
+
 def gid_host(root: pathlib.Path, host: dict[str, Any], cidr: str | None) -> dict[str, Any]:
     """A host of a gid_table fixture. Prefix lengths are the fabric's, else /24."""
     tree = hardware_trees.HardwareTree(root)
@@ -117,8 +153,12 @@ def gid_host(root: pathlib.Path, host: dict[str, Any], cidr: str | None) -> dict
                 seen.add(netdev)
                 parsed = dict.fromkeys(ipaddress.IPv6Address(entry[1]) for entry in hca["gids"] if entry[3] == netdev)
                 vlan = netdev.partition(".")[2]
-                tree.interface(netdev, [f"{address.ipv4_mapped}/{prefix}" for address in parsed if address.ipv4_mapped], kind="vlan" if vlan else None,
-                               vlan=int(vlan) if vlan else None)
+                tree.interface(
+                    netdev,
+                    [f"{address.ipv4_mapped}/{prefix}" for address in parsed if address.ipv4_mapped],
+                    kind="vlan" if vlan else None,
+                    vlan=int(vlan) if vlan else None,
+                )
     return read(tree)
 
 
@@ -203,8 +243,14 @@ def test_recorded_mixed_link_layers(tmp_path):
             roce = [v2(f"10.0.0.{number}", hca["netdev"])] if "netdev" in hca and addressed else []
             entries = [[0, hca["gid0"], "IB/RoCE v1", None]] if "gid0" in hca else roce
             lid = hex(int(hca["lid"], 16) + 16 * number) if "gid0" in hca else "0x0"
-            tree.hca(hca["dev"], pci=hca["pci"], gids=entries, netdevs=[hca["netdev"]] if "netdev" in hca else [], lid=lid,
-                     **{key: hca[key] for key in ("link_layer", "state", "rate", "sm_lid")})
+            tree.hca(
+                hca["dev"],
+                pci=hca["pci"],
+                gids=entries,
+                netdevs=[hca["netdev"]] if "netdev" in hca else [],
+                lid=lid,
+                **{key: hca[key] for key in ("link_layer", "state", "rate", "sm_lid")},
+            )
         tree.interface("ens4f0", [f"10.0.0.{number}/24"])
         return read(tree)
 
@@ -269,8 +315,14 @@ def two_functions(root: pathlib.Path, number: int, subnets: tuple[str, str]) -> 
     for at, hca in enumerate(case["hcas"]):
         tree.pci(hca["pci"], bridges=["0009:00:00.0"], driver="mlx5_core")
         address = subnets[at].replace("X", str(number * 10 + at))
-        tree.hca(hca["dev"], pci=hca["pci"], node_guid=hca["node_guid"], sys_image_guid=hca["sys_image_guid"], netdevs=[f"eth{at}"],
-                 gids=[v2(address.partition("/")[0], f"eth{at}")])
+        tree.hca(
+            hca["dev"],
+            pci=hca["pci"],
+            node_guid=hca["node_guid"],
+            sys_image_guid=hca["sys_image_guid"],
+            netdevs=[f"eth{at}"],
+            gids=[v2(address.partition("/")[0], f"eth{at}")],
+        )
         tree.interface(f"eth{at}", [address], pci=hca["pci"])
     return read(tree, [{"uuid": "GPU-0", "pci_bdf": "0009:01:00.0"}])
 
@@ -294,8 +346,14 @@ def test_recorded_ten_nics(tmp_path):
             bus = 0x10 + number * 8
             chain = [f"0000:{bus:02x}:01.0", f"0000:{bus + 1:02x}:00.0"]
             tree.pci(f"0000:{bus + 4:02x}:00.0", bridges=[*chain, f"0000:{bus + 2:02x}:00.0"], driver="mlx5_core")
-            tree.hca(f"mlx5_{number}", pci=f"0000:{bus + 4:02x}:00.0", link_layer="InfiniBand", lid=hex(1 + at * 16 + number), sm_lid="0x1",
-                     gids=[[0, f"fe80:0000:0000:0000:0c42:a103:{at:04x}:{number:04x}", "IB/RoCE v1", None]])
+            tree.hca(
+                f"mlx5_{number}",
+                pci=f"0000:{bus + 4:02x}:00.0",
+                link_layer="InfiniBand",
+                lid=hex(1 + at * 16 + number),
+                sm_lid="0x1",
+                gids=[[0, f"fe80:0000:0000:0000:0c42:a103:{at:04x}:{number:04x}", "IB/RoCE v1", None]],
+            )
             if f"NIC{number}" in beside:
                 bdf = f"0000:{bus + 5:02x}:00.0"
                 tree.pci(bdf, bridges=[*chain, f"0000:{bus + 2:02x}:01.0"], vendor="0x10de")
@@ -312,7 +370,10 @@ def test_recorded_ten_nics(tmp_path):
 def test_recorded_switches_that_two_gpus_share():
     case = fixture("topo_dgx2_shared_switch")
     names = list(case["rows"]["GPU0"])
-    hosts = {host: facts(*(ib(name, lid=at * 20 + number + 1) for number, name in enumerate(names)), topology={"gpu_hca": case["rows"]}) for at, host in enumerate("ab")}
+    hosts = {
+        host: facts(*(ib(name, lid=at * 20 + number + 1) for number, name in enumerate(names)), topology={"gpu_hca": case["rows"]})
+        for at, host in enumerate("ab")
+    }
     for gpu, nearest in case["expect"]["nearest"].items():
         found = chosen(hosts, gpus=dict.fromkeys(hosts, [gpu]))["a"]
         near = [name + ":1" for name, distance in case["rows"][gpu].items() if distance in ("PIX", "PXB")]
@@ -322,6 +383,7 @@ def test_recorded_switches_that_two_gpus_share():
 
 
 # ---- the fabric that is derived
+
 
 def test_two_hosts_on_one_network_whatever_the_names():
     hosts = {"a": facts(port("mlx5_0", "10.11.0.1/16")), "b": facts(port("rocep7s0", "10.11.0.2/16"))}
@@ -350,8 +412,10 @@ def test_ambiguity_lists_every_candidate_with_its_ports():
 
 
 def rails(count: int, hosts: str = "ab", order: Any = None) -> dict[str, Any]:
-    return {name: facts(*(port(f"mlx5_{rail}", f"10.{100 + subnet}.0.{at}/16") for rail, subnet in enumerate((order or {}).get(name) or range(count))))
-            for at, name in enumerate(hosts, 1)}
+    return {
+        name: facts(*(port(f"mlx5_{rail}", f"10.{100 + subnet}.0.{at}/16") for rail, subnet in enumerate((order or {}).get(name) or range(count))))
+        for at, name in enumerate(hosts, 1)
+    }
 
 
 def test_rails_each_in_a_subnet_of_its_own():
@@ -439,7 +503,10 @@ def test_storage_is_not_taken_where_the_ports_beside_the_gpus_are_down():
     """Without the compute ports of `a` all hosts share the storage network only: no silent step down."""
     near = {"gpu_hca": {"G": {"mlx5_0": "PIX", "mlx5_9": "SYS"}}}
     down = port("mlx5_0", "10.11.0.1/16", usable=False, reasons=["the port is down"])
-    hosts = {"a": facts(down, port("mlx5_9", "10.90.0.1/16"), topology=near), "b": facts(port("mlx5_0", "10.11.0.2/16"), port("mlx5_9", "10.90.0.2/16"), topology=near)}
+    hosts = {
+        "a": facts(down, port("mlx5_9", "10.90.0.1/16"), topology=near),
+        "b": facts(port("mlx5_0", "10.11.0.2/16"), port("mlx5_9", "10.90.0.2/16"), topology=near),
+    }
     text = refused(hosts, gpus={"a": ["G"], "b": ["G"]})
     assert "the port is down" in text and "near the shard's GPUs" in text
     assert chosen(hosts, "roce:10.90.0.0/16", gpus={"a": ["G"], "b": ["G"]}) == {"a": ["mlx5_9:1"], "b": ["mlx5_9:1"]}, "named, it is taken"
@@ -531,6 +598,7 @@ def test_iwarp_not_even_by_name():
 
 # ---- InfiniBand
 
+
 def test_one_prefix_and_two_subnet_managers_are_two_fabrics():
     hosts = {"a": facts(ib("mlx5_0", lid=5, sm_lid=1)), "b": facts(ib("mlx5_0", lid=6, sm_lid=9))}
     assert "a mlx5_0:1 sees the subnet manager at LID 1; b mlx5_0:1 sees the subnet manager at LID 9" in refused(hosts)
@@ -556,21 +624,39 @@ def test_mtu_that_differs_is_said():
 
 # ---- replica_fabrics
 
-PAIR = {"spark-1": facts(port("rocep1s0f0", "10.11.0.1/24"), port("rocep1s0f1", "10.12.0.1/24")),
-        "gb-1": facts(port("mlx5_0", "10.11.0.2/24"), port("mlx5_1", "10.12.0.2/24"))}
+PAIR = {
+    "spark-1": facts(port("rocep1s0f0", "10.11.0.1/24"), port("rocep1s0f1", "10.12.0.1/24")),
+    "gb-1": facts(port("mlx5_0", "10.11.0.2/24"), port("mlx5_1", "10.12.0.2/24")),
+}
 
 
-@pytest.mark.parametrize(("definition", "field"), [
-    ("mlx5_0", "replica_fabrics.x"), ([], "replica_fabrics.x"), ({}, "replica_fabrics.x"), ({"hca": ["mlx5_0"]}, "replica_fabrics.x.hca"),
-    ({"hcas": {"a": 1}}, "replica_fabrics.x.hcas"), ({"hcas": "mlx5_0,mlx5_1"}, "replica_fabrics.x.hcas"), ({"hcas": [True]}, "replica_fabrics.x.hcas[0]"),
-    ({"networks": ["10.11.0.7/24"]}, "replica_fabrics.x.networks[0]"), ({"networks": ["compute"]}, "replica_fabrics.x.networks[0]"),
-    ({"vlan": "blue"}, "replica_fabrics.x.vlan"), ({"vlan": 4095}, "replica_fabrics.x.vlan"), ({"vlan": 0}, "replica_fabrics.x.vlan"),
-    ({"link_layer": "token ring"}, "replica_fabrics.x.link_layer"), ({"keys": ["compute"]}, "replica_fabrics.x.keys[0]"),
-    ({"hcas": ["mlx5_0"], "subnet_aware": "maybe"}, "replica_fabrics.x.subnet_aware"), ({"hcas": ["mlx5_0"], "routed": "maybe"}, "replica_fabrics.x.routed"),
-    ({"hosts": ["gb-1"]}, "replica_fabrics.x.hosts"), ({"hosts": {"gb-*": ["mlx5_0"]}}, "replica_fabrics.x.hosts.gb-*"),
-    ({"hosts": {"gb-*": {"hca": "mlx5_0"}}}, "replica_fabrics.x.hosts.gb-*.hca"), ({"hosts": {"gb-*": {"subnet_aware": True}}}, "replica_fabrics.x.hosts.gb-*.subnet_aware"),
-    ({"hosts": {"gb-*": {"hcas": ["mlx5_0"]}}}, "replica_fabrics.x.hosts"), ({"hosts": {"gb-*": {"vlan": 1}, "gb-1*": {"vlan": 2}, "s*": {"vlan": 3}}}, "replica_fabrics.x.hosts"),
-])
+@pytest.mark.parametrize(
+    ("definition", "field"),
+    [
+        ("mlx5_0", "replica_fabrics.x"),
+        ([], "replica_fabrics.x"),
+        ({}, "replica_fabrics.x"),
+        ({"hca": ["mlx5_0"]}, "replica_fabrics.x.hca"),
+        ({"hcas": {"a": 1}}, "replica_fabrics.x.hcas"),
+        ({"hcas": "mlx5_0,mlx5_1"}, "replica_fabrics.x.hcas"),
+        ({"hcas": [True]}, "replica_fabrics.x.hcas[0]"),
+        ({"networks": ["10.11.0.7/24"]}, "replica_fabrics.x.networks[0]"),
+        ({"networks": ["compute"]}, "replica_fabrics.x.networks[0]"),
+        ({"vlan": "blue"}, "replica_fabrics.x.vlan"),
+        ({"vlan": 4095}, "replica_fabrics.x.vlan"),
+        ({"vlan": 0}, "replica_fabrics.x.vlan"),
+        ({"link_layer": "token ring"}, "replica_fabrics.x.link_layer"),
+        ({"keys": ["compute"]}, "replica_fabrics.x.keys[0]"),
+        ({"hcas": ["mlx5_0"], "subnet_aware": "maybe"}, "replica_fabrics.x.subnet_aware"),
+        ({"hcas": ["mlx5_0"], "routed": "maybe"}, "replica_fabrics.x.routed"),
+        ({"hosts": ["gb-1"]}, "replica_fabrics.x.hosts"),
+        ({"hosts": {"gb-*": ["mlx5_0"]}}, "replica_fabrics.x.hosts.gb-*"),
+        ({"hosts": {"gb-*": {"hca": "mlx5_0"}}}, "replica_fabrics.x.hosts.gb-*.hca"),
+        ({"hosts": {"gb-*": {"subnet_aware": True}}}, "replica_fabrics.x.hosts.gb-*.subnet_aware"),
+        ({"hosts": {"gb-*": {"hcas": ["mlx5_0"]}}}, "replica_fabrics.x.hosts"),
+        ({"hosts": {"gb-*": {"vlan": 1}, "gb-1*": {"vlan": 2}, "s*": {"vlan": 3}}}, "replica_fabrics.x.hosts"),
+    ],
+)
 def test_definitions_are_read_field_by_field(definition, field):
     outcome = choose(PAIR, "x", {"x": definition})
     assert field in [fault.field for fault in outcome.findings.faults]
@@ -615,15 +701,26 @@ def test_direct_cables_of_other_sizes():
         link = {"ab": 0, "bc": 1, "ca": 2}
         step = 1 << 32 - length
         base = int(ipaddress.IPv4Address("10.77.0.0"))
-        return {host: facts(*(port(f"p{at}", f"{ipaddress.IPv4Address(base + link[pair] * step + pair.index(host) + (length < 31))}/{length}", **more)
-                              for at, pair in enumerate(sorted(name for name in link if host in name)))) for host in "abc"}
+        return {
+            host: facts(
+                *(
+                    port(f"p{at}", f"{ipaddress.IPv4Address(base + link[pair] * step + pair.index(host) + (length < 31))}/{length}", **more)
+                    for at, pair in enumerate(sorted(name for name in link if host in name))
+                )
+            )
+            for host in "abc"
+        }
+
     named = {"ring": {"hcas": ["p*"], "subnet_aware": True}}
     for length, expected in ((24, 24), (30, 30), (31, 31), (16, 24)):
         outcome = choose(ring(length), "ring", named)
         assert outcome.faults == [] and outcome.choice.prefix_length == expected, "24, which is NCCL's default, wherever it tells the cables apart"
     wide = {"a": ("10.1.1.1/16", "10.3.9.1/16"), "b": ("10.1.2.2/16", "10.2.1.1/16"), "c": ("10.2.7.2/16", "10.3.1.2/16")}
-    assert choose({host: facts(*(port(f"p{at}", text) for at, text in enumerate(texts))) for host, texts in wide.items()}, "ring", named).choice.prefix_length == 16
-    mixed = {host: facts(*[item for item in found["hcas"]]) for host, found in ring(24).items()}
+    assert (
+        choose({host: facts(*(port(f"p{at}", text) for at, text in enumerate(texts))) for host, texts in wide.items()}, "ring", named).choice.prefix_length
+        == 16
+    )
+    mixed = {host: facts(*found["hcas"]) for host, found in ring(24).items()}
     mixed["a"]["hcas"][0] = port("p0", "10.77.0.1/25", pci_bdf="0000:10:00.0")
     assert "no subnet that a and b share" in refused(mixed, "ring", named)
     assert "InfiniBand has no addresses" in refused({name: facts(ib("p0", lid=at + 1)) for at, name in enumerate("abc")}, "ring", named)
@@ -633,16 +730,27 @@ def test_direct_cables_of_other_sizes():
 
 # ---- NVLink domains
 
+
 def nvlink_ranks(hosts: list[dict[str, Any]], imex: Any = "up") -> list[plan.Rank]:
     """Ranks over trays of the recording, in the shape that the NVML reader gives."""
     states, health = {2: "in_progress", 3: "completed"}, {0: "unknown", 1: "healthy", 2: "unhealthy"}
     ranks = []
     for number, host in enumerate(hosts):
         real = host["state"] == 3 and set(host["cluster_uuid"]) - set("0-")
-        domain = {"kind": "nvlink", "id": host["cluster_uuid"] if real else None, "clique": host["clique_id"] if real else None, "state": states[host["state"]],
-                  "health": health[host["health_summary"]]}
-        found = host_facts.normalise({"schema": 1, "gpus": [{"uuid": f"GPU-{number}-{index}", "index": index, "interconnect_domain": domain} for index in range(host["gpus"])],
-                                      "limits": {"imex": {"service": "running", "channels": [0], "domain": {"status": imex, "ready": imex == "up", "nodes": [], "versions": []}}}})
+        domain = {
+            "kind": "nvlink",
+            "id": host["cluster_uuid"] if real else None,
+            "clique": host["clique_id"] if real else None,
+            "state": states[host["state"]],
+            "health": health[host["health_summary"]],
+        }
+        found = host_facts.normalise(
+            {
+                "schema": 1,
+                "gpus": [{"uuid": f"GPU-{number}-{index}", "index": index, "interconnect_domain": domain} for index in range(host["gpus"])],
+                "limits": {"imex": {"service": "running", "channels": [0], "domain": {"status": imex, "ready": imex == "up", "nodes": [], "versions": []}}},
+            }
+        )
         ranks.append(plan.Rank(number, plan.HostInput(host["name"], found), found, tuple(found["gpus"])))
     return ranks
 
@@ -667,11 +775,16 @@ def test_hgx_boxes_are_in_no_domain():
     assert problem and "in no NVLink domain" in problem
 
 
-@pytest.mark.parametrize("change", [
-    {"imex": None}, {"imex": {"service": "running", "channels": [0], "domain": None}}, {"imex": {"service": "running", "channels": [], "domain": {"status": "up", "ready": True}}},
-    {"imex": {"service": "running", "channels": [0], "domain": {"status": "degraded", "ready": False}}},
-    {"imex": {"service": "running", "channels": [0], "domain": {"status": "up", "ready": False, "nodes": [{"host": "10.0.0.2", "status": "unavailable"}]}}},
-])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"imex": None},
+        {"imex": {"service": "running", "channels": [0], "domain": None}},
+        {"imex": {"service": "running", "channels": [], "domain": {"status": "up", "ready": True}}},
+        {"imex": {"service": "running", "channels": [0], "domain": {"status": "degraded", "ready": False}}},
+        {"imex": {"service": "running", "channels": [0], "domain": {"status": "up", "ready": False, "nodes": [{"host": "10.0.0.2", "status": "unavailable"}]}}},
+    ],
+)
 def test_what_is_not_known_is_not_proven(change):
     trays = fixture("nvml_gb200_nvl_clique")["hosts"][:2]
     ranks = nvlink_ranks(trays)
@@ -697,13 +810,18 @@ KINDS = st.one_of(st.lists(st.sampled_from(NETWORKS), min_size=1, max_size=2, un
 @st.composite
 def fleets(draw: st.DrawFn) -> dict[str, dict[str, Any]]:
     """Two to four hosts of one layout, with a mistake here and there: a network, a VLAN, a link layer, a cable, an order."""
-    layout = draw(st.one_of(st.lists(KINDS, min_size=1, max_size=4), st.integers(1, 4).map(lambda count: [["10.1.0.0/16"]] * count),
-                            st.integers(2, 5).map(lambda count: [[network] for network in NETWORKS[:4][:count]])))
+    layout = draw(
+        st.one_of(
+            st.lists(KINDS, min_size=1, max_size=4),
+            st.integers(1, 4).map(lambda count: [["10.1.0.0/16"]] * count),
+            st.integers(2, 5).map(lambda count: [[network] for network in NETWORKS[:4][:count]]),
+        )
+    )
     odd = draw(st.sampled_from([0, 0, 1, 2]))
     distance = draw(st.sampled_from([None, "PIX", "SYS"]))
     fleet = {}
     counter = 1
-    for host in "abcd"[:draw(st.integers(2, 4))]:
+    for host in "abcd"[: draw(st.integers(2, 4))]:
         ports = []
         for at, (name, kind) in enumerate(zip(draw(st.permutations(NAMES)), layout)):
             mistake = draw(st.integers(0, 9)) if odd else 9
@@ -749,4 +867,7 @@ def test_a_choice_without_faults_holds(fleet, managed, wanted):
 
 def test_keys_of_a_port_leave_out_link_local():
     assert fabric_names.keys_of({"fabrics": ["roce:169.254.0.0/16", "roce:fe80::/64", "roce:10.0.0.0/8", "ib:fe80000000000000", "compute"]}) == [
-        "roce:10.0.0.0/8", "ib:fe80000000000000", "compute"]
+        "roce:10.0.0.0/8",
+        "ib:fe80000000000000",
+        "compute",
+    ]
