@@ -780,7 +780,7 @@ def test_killing_run_shard_ends_its_launches_and_the_next_start_ends_the_rest(re
         assert not alive(worker_pid)
         assert [other.poll() for other in others] == [None] * 4
     assert f"process {worker_pid} (" in revision.log and f"is left of run {revision.replica}/0/{old}: ending it" in revision.log
-    assert state["last_end"] == {"launch": None, "code": None, "signal": None, "at": None,
+    assert state["last_end"] == {"launch": None, "code": None, "signal": None, "at": None, "rank": 0, "kind": "supervisor",
                                  "reason": f"run_shard.py of run {old} was killed (SIGKILL) or crashed in stage running"}
     assert state["restarts"] == 1 and state["run_id"] != old
 
@@ -822,7 +822,7 @@ def test_state_is_complete_readable_and_counts_restarts(revision):
     assert process.wait(PATIENCE) == 3
     first = revision.state
     assert set(first) == {"schema", "replica", "rank", "fingerprint", "run_id", "boot_id", "stage", "detail", "stage_since", "started_at", "supervisor_pid",
-                          "launches", "restarts", "last_end"}
+                          "launches", "restarts", "last_end", "run_number", "run_port", "failures", "tie"}
     assert re.fullmatch("[0-9a-f]{12}", first["run_id"])
     assert first["restarts"] == 0 and first["started_at"] <= first["stage_since"] <= time.time()
     assert stat.S_IMODE((revision.state_dir / "state.json").stat().st_mode) == 0o644

@@ -2,7 +2,7 @@
 # Copyright (c) 2026 The rankzero.inference authors
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""Run one shard of a replica: start its launches in order, and end every process of it when one of them ends.
+"""Run one shard of a replica: start its launches in order with those of the other ranks, and end every process of it when one of them ends.
 
     run_shard.py [DIRECTORY]                       run the shard (what systemd or supervisord starts)
     run_shard.py [DIRECTORY] --show [--launch N]   print what would be run, as shell commands with the secrets masked
@@ -19,21 +19,29 @@ What holds while it runs:
 - Ending the shard ends the whole process tree. An engine's own children outlive it otherwise, with their GPU memory (vllm#55510).
   What an earlier run left behind is found by its RANKZERO_SHARD at the next start. A program that calls setproctitle wipes its
   environment from /proc and cannot be found so, unless SPT_NOENV is set for it (setproctitle's documentation, "Environment variables").
+- One replica, one fate: with several nodes every rank keeps an authenticated tie to rank 0 (docs/decisions/0009-the-tie.md). A run starts
+  when all ranks are tied and have no process of an earlier one; the end of any rank's part is the end of the run on all; then all start
+  again together under a new run id, with a back-off and a limit. A single node does the same alone.
 
-Exit codes: the engine's or sidecar's own; 128+n when signal n ended it; 0 after a stop that was asked for; and of sysexits.h:
-64 usage, 69 refused by its checks, 70 a launch ended by itself with 0, 71 processes could not be ended, 73 the state directory cannot be
-used, 75 already running, 78 launch.json or shard.env is damaged.
+Exit codes: 0 after a stop that was asked for; 79 given up, after as many failed runs as `restart.limit` in launch.json allows; of sysexits.h:
+64 usage, 69 refused by its checks, 71 processes could not be ended, 73 the state directory cannot be used, 75 already running, 78 launch.json
+or shard.env is damaged. Without `restart` in launch.json nothing is started again, and the code is the engine's or sidecar's own, 128+n when
+signal n ended it, 70 when it ended by itself with 0.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import errno
 import fcntl
+import hashlib
+import hmac
 import ipaddress
 import json
 import math
 import os
+import pwd
 import re
 import selectors
 import shlex
@@ -48,6 +56,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 EX_USAGE, EX_UNAVAILABLE, EX_SOFTWARE, EX_OSERR, EX_CANTCREAT, EX_TEMPFAIL, EX_CONFIG = 64, 69, 70, 71, 73, 75, 78
+EX_GIVEN_UP = 79        # after the last of sysexits.h; the service file says that nothing starts it again
 
 SCHEMA = 1
 MARKER = "RANKZERO_SHARD"
@@ -61,6 +70,18 @@ ORPHAN_GRACE_SECONDS = 3.0      # for what an ended launch has left running, bef
 LEFTOVER_GRACE_SECONDS = 5.0    # for what an earlier run has left running, before SIGKILL
 KILL_SECONDS = 10.0             # SIGKILL is only late for a process in uninterruptible sleep, in a driver for example
 TICK_SECONDS = 0.05
+DEFAULT_SILENT_SECONDS = 20.0   # a rank that is not heard of for so long is lost
+HANDSHAKE_SECONDS = 5.0         # from connecting to the welcome
+REFUSED_LOG_SECONDS = 30.0      # how often the same refusal of the same address is logged
+FAREWELL_SECONDS = 1.0          # for the last lines to the other ranks before this process ends
+GPU_CHECK_SECONDS = 60.0        # the driver takes seconds to wake up without persistence mode, and may hang
+GPU_SETTLE_SECONDS = 5.0        # the driver gives back the memory of ended processes a moment later
+GPU_NOBODYS_MIB = 1024          # more than what the driver and a display take for themselves
+
+MOST_LINE_BYTES = 4096
+MOST_GUESTS = 16                # connections to the tie that have not said who they are
+MOST_OUTGOING_BYTES = 65536
+LEADER_PORT = "{leader_port}"   # in leader_port_args of launch.json
 
 PROC = "/proc"
 NVIDIA_GPUS = "/proc/driver/nvidia/gpus"
@@ -164,6 +185,35 @@ class Launch:
     secret_env: Mapping[str, str]
     wait_for: tuple[Endpoint, ...]
     secret_args: Mapping[int, str] = field(default_factory=dict)
+    leader_port_args: Mapping[int, str] = field(default_factory=dict)   # argument that moves with the run -> its text with {leader_port}
+
+
+class TieTerms(NamedTuple):
+    """How the ranks are tied: where rank 0 listens, which secret all hold, how long silence may last, where the runs meet."""
+
+    address: str
+    port: int
+    secret: str
+    silent_seconds: float
+    run_ports: tuple[int, int]
+
+    def port_of_run(self, number: int) -> int:
+        low, high = self.run_ports
+        return low + number % (high - low + 1)
+
+
+class Restart(NamedTuple):
+    """So many failed runs within the window are too many; the n-th failure is followed by the n-th pause, or the last."""
+
+    limit: int
+    window_seconds: float
+    backoff: tuple[float, ...]
+
+    def pause(self, failures: int) -> float:
+        return self.backoff[min(max(failures, 1), len(self.backoff)) - 1] if self.backoff else 0.0
+
+
+ONCE = Restart(1, math.inf, ())
 
 
 @dataclass(frozen=True)
@@ -183,10 +233,28 @@ class Shard:
     listen_ports: tuple[Port, ...]
     addresses: tuple[str, ...]
     environment: Mapping[str, str]
+    tie: TieTerms | None = None
+    restart: Restart | None = None
 
     @property
     def identity(self) -> str:
         return f"{self.replica}/{self.rank}"
+
+    def of_run(self, number: int) -> Shard:
+        """The shard with its rendezvous where the ranks meet in this run, so that an engine of an old run cannot meet one of a new."""
+        if self.tie is None:
+            return self
+        first, port = self.tie.run_ports[0], self.tie.port_of_run(number)
+        return dataclasses.replace(
+            self, launches=tuple(self._moved(launch, first, port) for launch in self.launches),
+            listen_ports=tuple(wanted._replace(port=port) if wanted.port == first else wanted for wanted in self.listen_ports))
+
+    @staticmethod
+    def _moved(launch: Launch, first: int, port: int) -> Launch:
+        args = [launch.leader_port_args.get(index, argument).replace(LEADER_PORT, str(port)) if index in launch.leader_port_args else argument
+                for index, argument in enumerate(launch.args)]
+        wait_for = tuple(endpoint._replace(port=port) if endpoint.port == first else endpoint for endpoint in launch.wait_for)
+        return dataclasses.replace(launch, args=tuple(args), wait_for=wait_for)
 
 
 def host_port(address: str, port: int) -> str:
@@ -252,6 +320,14 @@ class Fields:
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or value < 0:
             damaged(f"{self.where}.{name} must be a number of seconds, at least 0")
         return float(value)
+
+    @staticmethod
+    def element(value: Any, where: str) -> int:
+        return Fields({"port": value}, where.rpartition(".")[0]).integer("port", 1, 65535)
+
+    @staticmethod
+    def pause(value: Any, where: str) -> float:
+        return Fields({"seconds": value}, where).seconds("seconds", 0.0)
 
     def address(self, name: str) -> str:
         return ip_address(self.text(name), f"{self.where}.{name}")
@@ -319,7 +395,7 @@ def parse_endpoints(entry: Fields) -> tuple[Endpoint, ...]:
     return tuple(endpoints)
 
 
-def parse_launch(entry: Fields) -> Launch:
+def parse_launch(entry: Fields, first_port: int | None) -> Launch:
     args = []
     for where, argument in entry.items("args", required=True):
         if not isinstance(argument, str):
@@ -333,7 +409,40 @@ def parse_launch(entry: Fields) -> Launch:
     return Launch(
         name=entry.matching("name", PLAIN_NAME, "a name of letters, digits, '_', '.' and '-'"), path=entry.absolute_path("path"), args=tuple(args),
         env=entry.variables("env"), secret_env=secret_env, wait_for=parse_endpoints(entry), secret_args=secret_args,
+        leader_port_args=parse_leader_port_args(entry, args, first_port),
     )
+
+
+def parse_leader_port_args(entry: Fields, args: Sequence[str], first_port: int | None) -> dict[int, str]:
+    """Only what an adapter marked moves: the text must give exactly the argument that stands there, for the first port."""
+    found = {}
+    for marked in entry.objects("leader_port_args"):
+        index, text = marked.integer("index", 0, max(len(args) - 1, 0)), marked.text("text")
+        if first_port is None or LEADER_PORT not in text or not args or text.replace(LEADER_PORT, str(first_port)) != args[index]:
+            damaged(f"{marked.where} must give args[{index}] with the first of tie.run_ports in place of {LEADER_PORT}")
+        found[index] = text
+    return found
+
+
+def parse_tie(top: Fields) -> TieTerms | None:
+    if not top.has("tie"):
+        return None
+    tie = top.object("tie")
+    ports = [tie.element(item, where) for where, item in tie.items("run_ports", required=True)]
+    if len(ports) != 2 or ports[0] > ports[1]:
+        damaged(f"{tie.where}.run_ports must be the first and the last of some ports")
+    silent = tie.seconds("silent_seconds", DEFAULT_SILENT_SECONDS)
+    if silent < 0.2:
+        damaged(f"{tie.where}.silent_seconds must be at least 0.2")
+    return TieTerms(tie.address("address"), tie.integer("port", 1, 65535), tie.matching("secret", PLAIN_NAME, "the name of a file in secrets/"), silent, (ports[0], ports[1]))
+
+
+def parse_restart(top: Fields) -> Restart | None:
+    if not top.has("restart"):
+        return None
+    restart = top.object("restart")
+    return Restart(restart.integer("limit", 1), restart.seconds("window_seconds", 600.0),
+                   tuple(restart.pause(item, where) for where, item in restart.items("backoff")))
 
 
 def parse_shard(text: str, directory: str, environment: Mapping[str, str]) -> Shard:
@@ -344,7 +453,8 @@ def parse_shard(text: str, directory: str, environment: Mapping[str, str]) -> Sh
         damaged(f"launch.json is damaged: not JSON ({error})")
     if top.integer("schema", 0) != SCHEMA:
         damaged(f"launch.json has schema {top.integer('schema', 0)}, this run_shard.py reads schema {SCHEMA}: deploy the replica again")
-    launches = tuple(parse_launch(entry) for entry in top.objects("launches", required=True))
+    tie = parse_tie(top)
+    launches = tuple(parse_launch(entry, tie.run_ports[0] if tie else None) for entry in top.objects("launches", required=True))
     if not launches:
         damaged("launch.json.launches must not be empty")
     if len({launch.name for launch in launches}) != len(launches):
@@ -359,6 +469,7 @@ def parse_shard(text: str, directory: str, environment: Mapping[str, str]) -> Sh
         listen_ports=tuple(Port(port.address("address"), port.integer("port", 1, 65535), port.text("what")) for port in top.objects("listen_ports")),
         addresses=tuple(ip_address(address, where) if isinstance(address, str) else damaged(f"{where} must be an IP address")
                         for where, address in top.items("addresses")),
+        tie=tie if nodes > 1 else None, restart=parse_restart(top),
     )
 
 
@@ -559,12 +670,24 @@ def descendants(processes: Mapping[int, Process], root: int) -> dict[int, Proces
     return found
 
 
+def unit_of(pid: int, replica: str) -> bool:
+    """Whether the process is in the control group of this replica's systemd unit. Elsewhere a group may hold anybody."""
+    try:
+        with open(f"{PROC}/{pid}/cgroup", encoding="utf-8", errors="replace") as stream:
+            return any(f"inference-{replica}.service" in line.strip().split("/") for line in stream)
+    except OSError:
+        return False
+
+
 def members_of_run(marker: str) -> dict[int, Process]:
-    """Living processes of this run: what descends from us, and what carries this run's marker."""
+    """Living processes of this run: what descends from us, what carries this run's marker, and what is in our unit's control group."""
     processes = read_processes()
     kept_out = {os.getpid(), *ancestors(processes, os.getpid())}
     found = descendants(processes, os.getpid())
     found.update({pid: process for pid, process in processes.items() if pid not in kept_out and read_marker(pid) == marker})
+    replica = marker.partition("/")[0]
+    if unit_of(os.getpid(), replica):
+        found.update({pid: process for pid, process in processes.items() if pid not in kept_out and unit_of(pid, replica)})
     return {pid: process for pid, process in found.items() if process.state != "Z"}
 
 
@@ -668,7 +791,8 @@ def executable_problem(path: str) -> str | None:
 
 def check_secrets(shard: Shard, credentials: str | None) -> list[str]:
     found = []
-    for name in sorted({name for launch in shard.launches for name in (*launch.secret_env.values(), *launch.secret_args.values())}):
+    of_tie = {shard.tie.secret} if shard.tie is not None else set()
+    for name in sorted(of_tie | {name for launch in shard.launches for name in (*launch.secret_env.values(), *launch.secret_args.values())}):
         try:
             read_secret(secret_path(shard, name, credentials))
         except Refusal as refusal:
@@ -795,6 +919,164 @@ def could_be(gpu: Gpu, unknown: Iterable[str]) -> bool:
     return gpu.pci_bdf.lower() in unknown if gpu.pci_bdf is not None else bool(list(unknown))
 
 
+class NvmlProcess(NamedTuple):
+    pid: int
+    used_mib: int | None
+
+
+class Nvml:
+    """The few calls of NVIDIA's library that a look before a start needs, by ctypes. Raises OSError where it cannot be used."""
+
+    NOT_AVAILABLE = 2**64 - 1
+
+    def __init__(self) -> None:
+        import ctypes  # pylint: disable=import-outside-toplevel
+        self._ctypes = ctypes
+        self._library = ctypes.CDLL("libnvidia-ml.so.1")
+        self._call("nvmlInit_v2")
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        try:
+            code = getattr(self._library, name)(*arguments)
+        except AttributeError:
+            raise OSError(errno.ENOSYS, f"{name} is missing in this driver's library") from None
+        if code != 0:
+            raise OSError(code, f"{name} answers {code}")
+
+    def handle(self, uuid: str) -> Any:
+        handle = self._ctypes.c_void_p()
+        self._call("nvmlDeviceGetHandleByUUID", encode(uuid), self._ctypes.byref(handle))
+        return handle
+
+    def processes(self, handle: Any) -> list[NvmlProcess]:
+        ctypes = self._ctypes
+
+        class Info(ctypes.Structure):   # type: ignore[name-defined,misc]  # nvmlProcessInfo_t
+            _fields_ = (("pid", ctypes.c_uint), ("used", ctypes.c_ulonglong), ("gpu_instance", ctypes.c_uint), ("compute_instance", ctypes.c_uint))
+        count = ctypes.c_uint(256)
+        table = (Info * count.value)()
+        self._call("nvmlDeviceGetComputeRunningProcesses_v3", handle, ctypes.byref(count), table)
+        return [NvmlProcess(entry.pid, None if entry.used == self.NOT_AVAILABLE else entry.used >> 20) for entry in table[:count.value]]
+
+    def used_mib(self, handle: Any) -> int:
+        """Without what the driver keeps for itself."""
+        ctypes = self._ctypes
+
+        class Memory(ctypes.Structure):     # type: ignore[name-defined,misc]  # nvmlMemory_v2_t
+            _fields_ = (("version", ctypes.c_uint), *((name, ctypes.c_ulonglong) for name in ("total", "reserved", "free", "used")))
+        memory = Memory(version=ctypes.sizeof(Memory) | 2 << 24)
+        self._call("nvmlDeviceGetMemoryInfo_v2", handle, ctypes.byref(memory))
+        return int(memory.used) >> 20
+
+
+def check_gpu_memory(gpus: Sequence[Gpu]) -> list[str]:
+    """Every assigned GPU must be free of others' memory. Whoever holds some is named, and never ended."""
+    if not gpus:
+        return []
+    try:
+        nvml = Nvml()
+    except (ImportError, OSError) as error:
+        log(f"who holds memory on the GPUs cannot be asked: {error}")
+        return []
+    found: list[str] = []
+    for gpu in gpus:
+        try:
+            found += gpu_holders(nvml, gpu)
+        except OSError as error:
+            log(f"who holds memory on GPU {gpu.uuid} cannot be asked: {error}")
+    return found
+
+
+def gpu_holders(nvml: Nvml, gpu: Gpu) -> list[str]:
+    handle = nvml.handle(gpu.uuid)
+    deadline = time.monotonic() + GPU_SETTLE_SECONDS
+    while True:
+        entries = nvml.processes(handle)
+        living = [entry for entry in entries if read_process(entry.pid) is not None]
+        nobodys = unexplained_mib(nvml, handle, entries)
+        if living or (len(entries) == len(living) and nobodys < GPU_NOBODYS_MIB) or time.monotonic() >= deadline:
+            break
+        time.sleep(0.2)     # an ended process's memory is on its way back
+    found = [f"GPU {gpu.uuid} is held by {holder_text(entry)}" for entry in living or entries]
+    if not found and nobodys >= GPU_NOBODYS_MIB:
+        found.append(f"GPU {gpu.uuid} has {nobodys} MiB in use by nobody that this host can see: another container's process, or one that is stuck in the driver")
+    return found
+
+
+def unexplained_mib(nvml: Nvml, handle: Any, entries: Sequence[NvmlProcess]) -> int:
+    try:
+        return nvml.used_mib(handle) - sum(entry.used_mib or 0 for entry in entries)
+    except OSError:
+        return 0        # unified memory: the driver does not tell
+
+
+def holder_text(entry: NvmlProcess) -> str:
+    """Who a process is: pid, user, command, MiB, since when, and of which shard where it is one's."""
+    used = "unknown memory" if entry.used_mib is None else f"{entry.used_mib} MiB"
+    process = read_process(entry.pid)
+    if process is None:
+        return f"process {entry.pid}, which this host cannot see, with {used}"
+    try:
+        owner = os.stat(f"{PROC}/{entry.pid}").st_uid
+        user = pwd.getpwuid(owner).pw_name
+    except (OSError, KeyError):
+        user = "unknown"
+    marker = read_marker(entry.pid)
+    return (f"process {entry.pid} ({command_of(entry.pid) or process.name}, user {user}{f', shard {marker}' if marker else ''}) with {used} "
+            f"since {started_at(process)}")
+
+
+def command_of(pid: int) -> str:
+    try:
+        with open(f"{PROC}/{pid}/cmdline", "rb") as stream:
+            return stream.read(4096).replace(b"\0", b" ").decode("utf-8", "replace").strip()[:120]
+    except OSError:
+        return ""
+
+
+def started_at(process: Process) -> str:
+    try:
+        with open(f"{PROC}/stat", encoding="ascii") as stream:
+            boot = next(int(line.split()[1]) for line in stream if line.startswith("btime "))
+        return utc(boot + process.start / os.sysconf("SC_CLK_TCK"))
+    except (OSError, StopIteration, ValueError):
+        return "an unknown time"
+
+
+def ask_in_child(ask: Callable[[], list[str]], pause: Callable[[float], None], limit: float) -> list[str]:
+    """What `ask` answers, asked in a process of its own: a driver that hangs must not hang us, and our one thread has others to talk to."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(reader)
+            signal.set_wakeup_fd(-1)
+            for number in (*Events.STOP_SIGNALS, signal.SIGCHLD):
+                signal.signal(number, signal.SIG_DFL)
+            with open(writer, "wb") as stream:
+                stream.write(json.dumps(ask()).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    os.set_blocking(reader, False)
+    deadline, text = time.monotonic() + limit, b""
+    with open(reader, "rb", buffering=0) as stream:
+        while time.monotonic() < deadline:
+            data = stream.read(65536)
+            if data == b"":
+                break
+            text += data or b""
+            if data is None:
+                pause(TICK_SECONDS)
+    process = read_process(child)
+    if process is not None:
+        send_signal(process, signal.SIGKILL)
+    try:
+        return [str(line) for line in json.loads(text)]
+    except ValueError:
+        return [f"the driver did not say within {limit:g} seconds who holds memory on the GPUs"]
+
+
 def findings(shard: Shard, credentials: str | None, ports: bool = True) -> list[str]:
     """What would stop a start now, one line each. It changes nothing."""
     return [*check_executables(shard), *check_secrets(shard, credentials), *check_work_dir(shard.work_dir), *check_addresses(shard),
@@ -812,6 +1094,10 @@ def check(shard: Shard, credentials: str | None) -> int:
     supervisor = running_supervisor(shard.state_dir)
     found = [f"run_shard.py already runs this shard as process {supervisor}"] if supervisor is not None else []
     found += findings(shard, credentials, ports=supervisor is None)     # its ports are its own then
+    if supervisor is None:
+        tie = Port(shard.tie.address, shard.tie.port, "the tie") if shard.tie is not None and shard.rank == 0 else None
+        found += [problem for problem in [tie and port_problem(tie)] if problem]
+        found += check_gpu_memory(shard.gpus)
     sys.stdout.write("".join(f"{line}\n" for line in found))
     if not found:
         log("nothing would stop this shard from starting")
@@ -834,6 +1120,7 @@ class Notify:
             self._socket.setblocking(False)
         self._period = self._watchdog_period(environ) if address else None
         self._due = time.monotonic()
+        self._is_ready = False
 
     @staticmethod
     def _watchdog_period(environ: Mapping[str, str]) -> float | None:
@@ -852,6 +1139,12 @@ class Notify:
         except OSError as error:
             log(f"the service manager cannot be notified: {reason_of(error)}")
             self._socket = self._period = None
+
+    def ready(self) -> None:
+        """From here on a long load, or a rank that comes late, is no start that hangs."""
+        if not self._is_ready:
+            self._is_ready = True
+            self.send("READY=1")
 
     def seconds_to_beat(self) -> float:
         return math.inf if self._period is None else max(0.0, self._due - time.monotonic())
@@ -878,27 +1171,50 @@ def earlier_end(previous: Mapping[str, Any], boot: str | None) -> dict[str, Any]
         end = previous.get("last_end")
         return end if isinstance(end, dict) else None
     how = "was killed (SIGKILL) or crashed" if boot is not None and previous.get("boot_id") == boot else "ended with the host"
-    return {"launch": None, "code": None, "signal": None, "at": None,
+    return {"launch": None, "code": None, "signal": None, "at": None, "rank": previous.get("rank"), "kind": "supervisor",
             "reason": f"run_shard.py of run {previous.get('run_id')} {how} in stage {previous.get('stage')}"}
 
 
 class State:
-    """state.json: what this run does now. Written by rename, so that a reader never sees half of it."""
+    """state.json: what this shard does now. Written by rename, so that a reader never sees half of it."""
 
-    def __init__(self, shard: Shard, run_id: str, notify: Notify) -> None:
+    def __init__(self, shard: Shard, notify: Notify) -> None:
         previous, boot, now = self.read(shard.state_dir), boot_id(), round(time.time(), 3)
         same = boot is not None and previous.get("boot_id") == boot and previous.get("fingerprint") == shard.fingerprint
-        restarts = previous.get("restarts")
+        restarts, number = previous.get("restarts"), previous.get("run_number")
+        self._shard = shard
         self._notify = notify
         self._directory = shard.state_dir
         self._write_failed = False
+        self._begun = False
+        self.number = number if isinstance(number, int) and not isinstance(number, bool) and 0 <= number < 2**48 else 0
         self._content: dict[str, Any] = {
-            "schema": SCHEMA, "replica": shard.replica, "rank": shard.rank, "fingerprint": shard.fingerprint, "run_id": run_id, "boot_id": boot,
-            "stage": "starting", "detail": "", "stage_since": now, "started_at": now, "supervisor_pid": os.getpid(), "launches": [],
-            "restarts": restarts + 1 if same and isinstance(restarts, int) else 0, "last_end": earlier_end(previous, boot),
+            "schema": SCHEMA, "replica": shard.replica, "rank": shard.rank, "fingerprint": shard.fingerprint, "run_id": None, "run_number": self.number,
+            "run_port": None, "boot_id": boot, "stage": "starting", "detail": "", "stage_since": now, "started_at": now, "supervisor_pid": os.getpid(),
+            "launches": [], "restarts": restarts + 1 if same and isinstance(restarts, int) else 0, "failures": 0, "tie": None,
+            "last_end": earlier_end(previous, boot),
         }
         self.forget_readiness()
         self._publish()
+
+    def begin(self, run: RunName) -> None:
+        """A new run. Nothing that was said of the one before holds for it."""
+        now = round(time.time(), 3)
+        restarts = self._content["restarts"] + (1 if self._begun else 0)
+        self._begun = True
+        self._content.update(run_id=run.id, run_number=run.number, started_at=now, stage="starting", stage_since=now, detail="", launches=[], restarts=restarts,
+                             run_port=self._shard.tie.port_of_run(run.number) if self._shard.tie is not None else None)
+        self.forget_readiness()
+        self._publish()
+
+    def tied(self, role: str | None, ranks: Sequence[int], failures: int) -> None:
+        before = self._content["tie"]
+        if role is not None and (before is None or before["tied_ranks"] != list(ranks)):
+            self._content["tie"] = {"role": role, "tied_ranks": list(ranks), "since": round(time.time(), 3)}
+        elif failures == self._content["failures"]:
+            return
+        self._content["failures"] = failures
+        self._write()
 
     @staticmethod
     def read(state_dir: str) -> dict[str, Any]:
@@ -930,9 +1246,11 @@ class State:
         self._content["launches"] = [entry.as_state() for entry in started]
         self._write()
 
-    def end(self, stage: str, detail: str, end: End) -> None:
-        self._content["last_end"] = {"launch": end.launch, "code": end.code, "signal": end.signal, "at": round(time.time(), 3), "reason": detail}
-        self.stage(stage, detail)
+    def ended(self, end: End) -> None:
+        """Why this run is over, from the moment that it is known."""
+        self._content["last_end"] = {"launch": end.launch, "code": end.code, "signal": end.signal, "at": round(time.time(), 3), "reason": end.reason,
+                                     "rank": end.rank if end.rank is not None else self._shard.rank, "kind": end.kind}
+        self._write()
 
     def _publish(self) -> None:
         self._write()
@@ -987,6 +1305,7 @@ class Events:
 
     def __init__(self, notify: Notify) -> None:
         self.stop_signal: str | None = None
+        self.tie: Alone | None = None
         self._notify = notify
         self._selector = selectors.DefaultSelector()
         self._wake, self._waker = socket.socketpair()
@@ -1004,20 +1323,38 @@ class Events:
         if self.stop_signal is None:
             self.stop_signal = signal_name(number)
 
+    def register(self, connection: socket.socket, mask: int, ready: Callable[[int], None]) -> None:
+        """Call `ready` with the mask whenever the socket is ready during a wait, whatever is waited for."""
+        self._selector.register(connection, mask, ready)
+
+    def modify(self, connection: socket.socket, mask: int) -> None:
+        key = self._selector.get_key(connection)
+        if key.events != mask:
+            self._selector.modify(connection, mask, key.data)
+
+    def unregister(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+
     def wait(self, seconds: float, connecting: socket.socket | None = None) -> None:
-        """Return after `seconds`, or earlier when there is something to look at: a signal, an attempt to connect that is decided."""
+        """Return after `seconds`, or earlier when there is something to look at: a signal, an attempt to connect that is decided, the tie."""
         if connecting is not None:
             self._selector.register(connecting, selectors.EVENT_WRITE)
         try:
-            limit = min(seconds, self._notify.seconds_to_beat())
-            self._selector.select(None if math.isinf(limit) else max(0.0, limit))
+            limit = min(seconds, self._notify.seconds_to_beat(), self.tie.seconds_to_tick() if self.tie is not None else math.inf)
+            ready = self._selector.select(None if math.isinf(limit) else max(0.0, limit))
         finally:
             if connecting is not None:
                 self._selector.unregister(connecting)
+        known = self._selector.get_map()
+        for key, mask in ready:
+            if key.data is not None and key.fd in known and known[key.fd] is key:       # one that was served before may have closed it
+                key.data(mask)
         try:
             self._wake.recv(4096)
         except BlockingIOError:
             pass
+        if self.tie is not None:
+            self.tie.tick()
         self._notify.beat()
 
 
@@ -1121,6 +1458,861 @@ class Children:
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------
+# One replica, one fate: who decides when a run starts and when it is over. Pure: events and a clock (seconds, monotonic) in, messages out.
+
+TYING, RUNNING, ENDING, GIVEN_UP = "tying", "running", "ending", "given up"
+LAUNCH, CHECK, TIE, STOP, INTERNAL = "launch", "check", "tie", "stop", "internal"      # kinds of ends
+COUNTED = frozenset({LAUNCH, CHECK, INTERNAL})     # a rank that is lost or was stopped is no fault of what runs there
+
+
+class Cause(NamedTuple):
+    """Why a run is over, as all ranks know it: which rank it began with, and what happened there."""
+
+    rank: int
+    kind: str
+    reason: str
+    launch: str | None = None
+    code: int | None = None
+    signal: str | None = None
+
+    @classmethod
+    def read(cls, value: Any) -> Cause:
+        """From a message. Raises TieError."""
+        texts = ("kind", "reason", "launch", "signal")
+        if not isinstance(value, dict) or any(not isinstance(value.get(name), (str, type(None))) for name in texts):
+            raise TieError("a cause that is none")
+        if not isinstance(value.get("rank"), int) or not isinstance(value.get("code"), (int, type(None))):
+            raise TieError("a cause that is none")
+        return cls(value["rank"], str(value["kind"]), str(value["reason"]), value["launch"], value["code"], value["signal"])
+
+    def as_message(self) -> dict[str, Any]:
+        return {**self._asdict(), "reason": self.reason[:400], "launch": self.launch and self.launch[:100]}
+
+
+class RunName(NamedTuple):
+    id: str
+    number: int
+
+
+class TieError(Exception):
+    """What came over a tie is not what this collection sends."""
+
+
+RUN_ID = re.compile(r"[0-9a-f]{1,32}")
+
+
+class Report(NamedTuple):
+    """What a follower says of itself, whole and at every change: the run that it has, the last that it has begun, why that is over."""
+
+    run: str | None
+    seen: str | None
+    cause: Cause | None
+
+    @classmethod
+    def read(cls, message: Mapping[str, Any]) -> Report:
+        """Raises TieError."""
+        run, seen, cause = message.get("run"), message.get("seen"), message.get("cause")
+        return cls(run_id(run), run_id(seen), None if cause is None else Cause.read(cause))
+
+
+def run_id(value: Any) -> str | None:
+    if value is None or isinstance(value, str) and RUN_ID.fullmatch(value):
+        return value
+    raise TieError("a run that is none")
+
+
+class Leader:
+    """Rank 0's side: starts a run when all ranks are tied and idle, and ends it for all when one of them ends, leaves, is lost or is silent.
+
+    Both sides send their whole state at every change and every beat (`message`), so that nothing depends on a message that a connection lost.
+    A rank in `missing` is not tied: since when, and why.
+    """
+
+    def __init__(self, nodes: int, restart: Restart, silent_seconds: float, new_id: Callable[[], str], now: float, number: int = 0) -> None:
+        self.phase = TYING
+        self.run: RunName | None = None
+        self.cause: Cause | None = None
+        self.number = number                        # the highest that any rank has seen
+        self.failures: list[float] = []             # when counted ends happened
+        self.heard: dict[int, float] = {}           # tied followers
+        self.missing: dict[int, tuple[float, str]] = {rank: (now, "it has not come yet") for rank in range(1, nodes)}
+        self.busy: set[int] = {0}                   # ranks on which processes of a run may still be
+        self.not_before = now
+        self.restart = restart
+        self._nodes = nodes
+        self._silent = silent_seconds
+        self._new_id = new_id
+        self._closing = False
+
+    def message(self) -> dict[str, Any]:
+        return {"type": "state", "phase": self.phase, "run": self.run.id if self.run else None, "number": self.run.number if self.run else self.number,
+                "cause": self.cause.as_message() if self.cause else None, "released": 0 not in self.busy, "failures": len(self.failures),
+                "tied": [0, *sorted(self.heard)][:256]}
+
+    def join(self, rank: int, report: Report, number: int, now: float) -> str | None:
+        """A rank that has proven itself wants to be tied, perhaps to go on with its run. Returns why it is refused."""
+        if report.run is not None and (self.run is None or report.run != self.run.id or rank not in self.busy):
+            return f"its run {report.run} is over"
+        if report.run is None and rank in self.busy and report.seen != (self.run and self.run.id):
+            self._over(Cause(rank, TIE, "it came back without its run: its host or its run_shard.py was started again"), now)
+            self.busy.discard(rank)
+        self.number = max(self.number, number)
+        self.missing.pop(rank, None)
+        self.heard[rank] = now
+        self.report(rank, report, now)
+        return None
+
+    def report(self, rank: int, report: Report, now: float) -> None:
+        """What a tied rank says. A report from before the present run's start has nothing to say about it."""
+        if rank not in self.heard:
+            return
+        self.heard[rank] = now
+        if self.run is not None and report.seen == self.run.id and rank in self.busy:
+            if report.cause is not None:
+                self._over(report.cause._replace(rank=rank), now)
+            if report.run is None:
+                self._over(Cause(rank, TIE, "it has ended its part"), now)
+                self.busy.discard(rank)
+        self._settle(now)
+
+    def lost(self, rank: int, reason: str, now: float) -> None:
+        """The rank's process has ended, or it is silent for too long. It comes again only when nothing runs there."""
+        if self.heard.pop(rank, None) is None:
+            return
+        self.missing[rank] = (now, reason)
+        self.busy.discard(rank)
+        self._over(Cause(rank, TIE, reason), now)
+        self._settle(now)
+
+    def tick(self, now: float) -> None:
+        for rank, heard in list(self.heard.items()):
+            if now - heard > self._silent:
+                self.lost(rank, f"it was silent for more than {self._silent:g} seconds", now)
+        self._settle(now)
+
+    def own_ended(self, cause: Cause, now: float) -> None:
+        """Our part of the run has ended, or we were asked to stop."""
+        self._closing = self._closing or cause.kind == STOP
+        self._over(cause, now)
+
+    def own_idle(self, now: float) -> None:
+        """No process of a run lives here any more."""
+        self.busy.discard(0)
+        self._settle(now)
+
+    def may_stop(self, now: float) -> bool:  # pylint: disable=unused-argument
+        """Rank 0 stops first: a follower of SGLang ends only with its leader."""
+        return True
+
+    def _over(self, cause: Cause, now: float) -> None:
+        if self.phase != RUNNING:
+            return
+        self.phase, self.cause = ENDING, cause
+        pause = 0.0 if cause.kind == STOP else self.restart.pause(1)
+        if cause.kind in COUNTED:
+            self.failures = [at for at in self.failures if now - at < self.restart.window_seconds] + [now]
+            pause = self.restart.pause(len(self.failures))
+        self.not_before = now + pause
+
+    def _settle(self, now: float) -> None:
+        if self.phase == ENDING and not self.busy:
+            self.run = None
+            counted = self.cause is not None and self.cause.kind in COUNTED
+            self.phase = GIVEN_UP if counted and len(self.failures) >= self.restart.limit else TYING
+        if self.phase == TYING and not (self._closing or self.busy or self.missing) and now >= self.not_before:
+            self.number += 1
+            self.run, self.cause, self.phase = RunName(self._new_id(), self.number), None, RUNNING
+            self.busy = set(range(self._nodes))
+
+
+class Follower:
+    """The side of every other rank: runs what rank 0 starts, says what has ended here, and ends with the tie."""
+
+    def __init__(self, rank: int, silent_seconds: float, stop_seconds: float, now: float, number: int = 0) -> None:
+        self.phase = TYING
+        self.run: RunName | None = None
+        self.cause: Cause | None = None
+        self.number = number
+        self.failures = 0           # counted ends, as rank 0 counts them
+        self.tied = False
+        self.heard = now
+        self.missing: tuple[float, str] = (now, "not tried yet")    # since when rank 0 is, and why
+        self.leader_tied: list[int] = []
+        self._rank = rank
+        self._seen: str | None = None
+        self._silent = silent_seconds
+        self._stop_seconds = stop_seconds
+        self._release_by = math.inf
+
+    def message(self) -> dict[str, Any]:
+        return {"type": "state", "run": self.run.id if self.run else None, "seen": self._seen,
+                "cause": self.cause.as_message() if self.cause and self.phase != RUNNING else None}
+
+    def welcome(self, now: float) -> None:
+        self.tied, self.heard = True, now
+
+    def receive(self, message: Mapping[str, Any], now: float) -> None:
+        """Rank 0's state. Raises TieError for one that cannot be."""
+        self.heard = now
+        phase, run, number, cause = message.get("phase"), run_id(message.get("run")), message.get("number"), message.get("cause")
+        if not isinstance(number, int) or not 0 <= number < 2**48 or phase not in (TYING, RUNNING, ENDING, GIVEN_UP):
+            raise TieError("a state that is none")
+        cause = None if cause is None else Cause.read(cause)
+        self.failures = int(message.get("failures") or 0)
+        self.leader_tied = [rank for rank in message.get("tied") or [] if isinstance(rank, int)]
+        if self.run is not None and run == self.run.id:
+            if phase == ENDING:
+                self._end(cause, bool(message.get("released")), now)
+        elif self.phase == RUNNING:
+            self.lost("it does not run our run any more", now)
+        elif self.phase == TYING and phase == RUNNING and run is not None and run != self._seen:
+            self.run, self._seen, self.cause, self.phase = RunName(run, number), run, None, RUNNING
+            self.number, self._release_by = max(self.number, number), math.inf
+        elif self.phase == TYING and phase == GIVEN_UP:
+            self.phase, self.cause = GIVEN_UP, cause
+
+    def _end(self, cause: Cause | None, released: bool, now: float) -> None:
+        if self.phase == RUNNING:
+            self.phase, self._release_by = ENDING, now + self._stop_seconds
+        self.cause = cause or self.cause        # rank 0 has seen all ranks: its word counts
+        if released:
+            self._release_by = min(self._release_by, now)
+
+    def dropped(self) -> None:
+        """The connection is gone without a word of the other side: the run goes on if another one is made in time."""
+        self.tied = False
+
+    def lost(self, reason: str, now: float) -> None:
+        """Rank 0's process has ended, does not know our run, or is silent for too long."""
+        if self.tied or self.phase == RUNNING:
+            self.missing = (now, reason)
+        self.tied = False
+        if self.phase == RUNNING:
+            self.phase, self.cause = ENDING, Cause(0, TIE, reason)
+        self._release_by = min(self._release_by, now)      # nobody is left who would release us
+
+    def tick(self, now: float) -> None:
+        if (self.tied or self.phase == RUNNING) and now - self.heard > self._silent:
+            self.lost(f"it was silent for more than {self._silent:g} seconds", now)
+
+    def own_ended(self, cause: Cause, now: float) -> None:
+        if self.phase == RUNNING:
+            self.phase, self.cause, self._release_by = ENDING, cause, now
+
+    def own_idle(self, now: float) -> None:  # pylint: disable=unused-argument
+        if self.phase == ENDING:
+            self.phase, self.run = TYING, None
+
+    def may_stop(self, now: float) -> bool:
+        """Rank 0 stops first, within a limit."""
+        return now >= self._release_by
+
+    def wants_connection(self, now: float) -> bool:
+        """Not tied, or so long without a word that another connection may help. While a run is being ended nothing is begun."""
+        return self.phase in (TYING, RUNNING) and (not self.tied or now - self.heard > self._silent / 4)
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------
+# What goes over a tie: lines with a MAC before a JSON text
+
+TIE_GREETING = b"rankzero-tie 1 "
+NONCE = re.compile(rb"[0-9a-f]{32}")
+
+
+def mac(key: bytes, *parts: bytes) -> bytes:
+    """HMAC-SHA256 over the parts, each with its length before it, so that no two lists of parts are alike."""
+    return hmac.new(key, b"".join(struct.pack(">I", len(part)) + part for part in parts), hashlib.sha256).digest()
+
+
+def canonical(message: Mapping[str, Any]) -> bytes:
+    return json.dumps(message, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode("ascii")
+
+
+def sealed(key: bytes, context: Sequence[bytes], message: Mapping[str, Any]) -> bytes:
+    text = canonical(message)
+    return mac(key, *context, text).hex().encode("ascii") + b" " + text + b"\n"
+
+
+def opened(key: bytes, context: Sequence[bytes], line: bytes) -> dict[str, Any]:
+    """The message of a line whose MAC is right; only then its text is looked at. Raises TieError."""
+    given, _, text = line.partition(b" ")
+    if not hmac.compare_digest(given, mac(key, *context, text).hex().encode("ascii")):
+        raise TieError("wrong secret")
+    try:
+        message = json.loads(text)
+    except (ValueError, RecursionError):
+        message = None
+    if not isinstance(message, dict):
+        raise TieError("a line that is no message")
+    return message
+
+
+class Session:
+    """One side of an authenticated connection: a key for each direction made of both nonces, and a counter, so that nothing can be replayed."""
+
+    def __init__(self, key: bytes, leader_nonce: bytes, follower_nonce: bytes, is_leader: bool) -> None:
+        by_role = {role: mac(key, b"session", role, leader_nonce, follower_nonce) for role in (b"leader", b"follower")}
+        self._out, self._in = (by_role[b"leader"], by_role[b"follower"]) if is_leader else (by_role[b"follower"], by_role[b"leader"])
+        self._sent = self._received = 0
+
+    def seal(self, message: Mapping[str, Any]) -> bytes:
+        self._sent += 1
+        return sealed(self._out, [struct.pack(">Q", self._sent)], message)
+
+    def open(self, line: bytes) -> dict[str, Any]:
+        self._received += 1
+        return opened(self._in, [struct.pack(">Q", self._received)], line)
+
+
+def nonce() -> bytes:
+    return os.urandom(16).hex().encode("ascii")
+
+
+class Channel:
+    """A connection that carries lines. `on_line` gets each; `on_end(reason, by_peer)` is called once unless we close it ourselves.
+
+    `by_peer` is true where the other process has ended the connection (FIN or RST), false where it only failed.
+    """
+
+    def __init__(self, connection: socket.socket, events: Events, on_line: Callable[[bytes], None], on_end: Callable[[str, bool], None]) -> None:
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.on_line = on_line
+        self.on_end = on_end
+        self.closed = False
+        self._socket = connection
+        self._events = events
+        self._in = b""
+        self._out = b""
+        events.register(connection, selectors.EVENT_READ, self._ready)
+
+    def send(self, line: bytes) -> None:
+        if self.closed:
+            return
+        if len(line) > MOST_LINE_BYTES or len(self._out) + len(line) > MOST_OUTGOING_BYTES:
+            self._end("it does not read what is sent to it", by_peer=False)
+            return
+        self._out += line
+        self._write()
+
+    def _ready(self, mask: int) -> None:
+        if mask & selectors.EVENT_WRITE:
+            self._write()
+        if mask & selectors.EVENT_READ and not self.closed:
+            self._read()
+
+    def _write(self) -> None:
+        try:
+            while self._out:
+                self._out = self._out[self._socket.send(self._out):]
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._failed(error)
+        if not self.closed:
+            self._events.modify(self._socket, selectors.EVENT_READ | (selectors.EVENT_WRITE if self._out else 0))
+
+    def _read(self) -> None:
+        try:
+            data = self._socket.recv(MOST_LINE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._failed(error)
+            return
+        if not data:
+            self._end("its run_shard.py has ended the connection", by_peer=True)
+            return
+        *lines, self._in = (self._in + data).split(b"\n")
+        for line in lines:
+            if not self.closed:
+                self.on_line(line)
+        if len(self._in) > MOST_LINE_BYTES and not self.closed:
+            self._end(f"a line of more than {MOST_LINE_BYTES} bytes", by_peer=True)
+
+    def _failed(self, error: OSError) -> None:
+        by_peer = error.errno in (errno.ECONNRESET, errno.EPIPE)
+        self._end(f"its connection failed: {reason_of(error)}", by_peer)
+
+    def _end(self, reason: str, by_peer: bool) -> None:
+        if not self.closed:
+            self.close()
+            self.on_end(reason, by_peer)
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self._events.unregister(self._socket)
+            self._socket.close()
+
+    def farewell(self) -> None:
+        """Send what is left, for a moment, and close."""
+        if not self.closed:
+            try:
+                self._socket.settimeout(FAREWELL_SECONDS)
+                self._socket.sendall(self._out)
+                self._socket.shutdown(socket.SHUT_WR)
+            except OSError:
+                pass
+            self.close()
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------
+# The tie of this rank: sockets around the rules above
+
+
+class Alone:
+    """The tie of a replica without other ranks: the same rules with nobody to ask."""
+
+    role: str | None = None
+
+    def __init__(self, shard: Shard, number: int) -> None:
+        self._shard = shard
+        self.leader = Leader(1, shard.restart or ONCE, math.inf, lambda: os.urandom(6).hex(), time.monotonic(), number)
+        self.rules: Leader | Follower = self.leader
+        self._since: dict[tuple[int, float], str] = {}
+
+    @property
+    def phase(self) -> str:
+        return self.rules.phase
+
+    @property
+    def run(self) -> RunName:
+        return self.rules.run or RunName("", self.rules.number)
+
+    @property
+    def cause(self) -> Cause | None:
+        return self.rules.cause
+
+    @property
+    def failures(self) -> int:
+        return len(self.leader.failures)
+
+    def tied_ranks(self) -> list[int]:
+        return [0, *sorted(self.leader.heard)]
+
+    def may_stop(self) -> bool:
+        return self.rules.may_stop(time.monotonic())
+
+    def own_ended(self, cause: Cause) -> None:
+        self.rules.own_ended(cause, time.monotonic())
+        self.deliver()
+
+    def own_idle(self) -> None:
+        self.rules.own_idle(time.monotonic())
+        self.deliver()
+
+    def tick(self) -> None:
+        self.rules.tick(time.monotonic())
+        self.deliver()
+
+    def seconds_to_tick(self) -> float:
+        """A run that may start after a pause is the only thing to wait for."""
+        return max(0.01, self.leader.not_before - time.monotonic()) if self.phase == TYING and not self.leader.missing else math.inf
+
+    def deliver(self) -> None:
+        """Nobody to tell."""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+    def given_up(self) -> str:
+        """The reason with how often it happened."""
+        return f"{said(self.cause, self._shard.rank)}; given up after {self.failures} failed runs within {self.leader.restart.window_seconds:g} seconds"
+
+    def describe(self) -> tuple[str, str]:
+        """Stage and detail while no run is on."""
+        leader = self.leader
+        if leader.missing:
+            waits = [f"rank {rank} since {self.since(rank, at)} ({why})" for rank, (at, why) in sorted(leader.missing.items())]
+            return TYING, f"waits for {', '.join(waits)}"
+        others = sorted(leader.busy - {0})
+        if others:
+            return TYING, f"waits until rank {', '.join(map(str, others))} has ended its processes of run {self.run.id}"
+        return "restarting", f"run {leader.number + 1} starts at {self.since(-1, leader.not_before)}, after {said(leader.cause, 0) or 'a stop'}"
+
+    def since(self, rank: int, at: float) -> str:
+        """The same text for the same moment, however often it is asked."""
+        if len(self._since) > 1000:
+            self._since.clear()
+        return self._since.setdefault((rank, at), utc(time.time() + at - time.monotonic()))
+
+
+def said(cause: Cause | None, own_rank: int) -> str:
+    """A cause as a rank tells it: what happened elsewhere names the place."""
+    if cause is None:
+        return ""
+    return cause.reason if cause.rank == own_rank else f"rank {cause.rank}: {cause.reason}"
+
+
+class Guest:
+    """A connection to rank 0 that has not proven yet who it is."""
+
+    def __init__(self, channel: Channel, address: str) -> None:
+        self.channel = channel
+        self.address = address
+        self.nonce = nonce()
+        self.until = time.monotonic() + HANDSHAKE_SECONDS
+
+
+class LeaderTie(Alone):
+    """Rank 0 listens, and keeps one connection to each of the others."""
+
+    role = "leader"
+
+    def __init__(self, shard: Shard, terms: TieTerms, key: bytes, events: Events, number: int) -> None:
+        super().__init__(shard, number)
+        self.leader = self.rules = Leader(shard.nodes, shard.restart or ONCE, terms.silent_seconds, lambda: os.urandom(6).hex(), time.monotonic(), number)
+        self._terms = terms
+        self._key = key
+        self._events = events
+        self._guests: list[Guest] = []
+        self._ranks: dict[int, tuple[Channel, Session]] = {}
+        self._beat_due = 0.0
+        self._delivered: dict[str, Any] = {}
+        self._logged: dict[tuple[str, str], float] = {}
+        self._listener = self._listen()
+        events.register(self._listener, selectors.EVENT_READ, lambda mask: self._accept())
+
+    def _listen(self) -> socket.socket:
+        """Raises Refusal. Tested without SO_REUSEADDR first, as the other ports are."""
+        address, port = self._terms.address, self._terms.port
+        problem = port_problem(Port(address, port, "the tie"))
+        if problem is not None:
+            raise Refusal(problem, EX_UNAVAILABLE)
+        listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)      # the rests of the last run_shard.py's connections
+            listener.bind((address, port))
+            listener.listen(MOST_GUESTS)
+        except OSError as error:
+            listener.close()
+            raise Refusal(f"port {host_port(address, port)} (the tie) cannot be listened on: {reason_of(error)}", EX_UNAVAILABLE) from None
+        listener.setblocking(False)
+        return listener
+
+    # -- guests
+
+    def _accept(self) -> None:
+        try:
+            connection, peer = self._listener.accept()
+        except OSError:
+            return      # it has gone again, or we are out of descriptors: the next one may be luckier
+        while len(self._guests) >= MOST_GUESTS:
+            self._dismiss(self._guests[0], "too many connections that do not say who they are")
+        channel = Channel(connection, self._events, lambda line: self._introduced(guest, line), lambda reason, by_peer: self._dismiss(guest, reason))
+        guest = Guest(channel, peer[0])
+        self._guests.append(guest)
+        channel.send(TIE_GREETING + guest.nonce + b"\n")
+
+    def _dismiss(self, guest: Guest, why: str) -> None:
+        if guest in self._guests:
+            self._guests.remove(guest)
+            self._refused(guest.address, why)
+        guest.channel.close()
+
+    def _refused(self, address: str, why: str) -> None:
+        """Logged, but not as often as somebody likes to be refused."""
+        now = time.monotonic()
+        if len(self._logged) > 256:
+            self._logged.clear()
+        if now - self._logged.get((address, why), -math.inf) >= REFUSED_LOG_SECONDS:
+            self._logged[(address, why)] = now
+            log(f"tie: {address} is refused: {why}")
+
+    def _introduced(self, guest: Guest, line: bytes) -> None:
+        """The first line of a guest. A wrong MAC is all that somebody without the secret is told."""
+        try:
+            hello = opened(self._key, [b"hello", guest.nonce], line)
+            follower_nonce = hello.get("nonce")
+            if not isinstance(follower_nonce, str) or not NONCE.fullmatch(follower_nonce.encode("utf-8", "replace")):
+                raise TieError("a hello without a nonce")
+        except TieError as error:
+            guest.channel.send(b"refused " + str(error).encode("ascii", "replace") + b"\n")
+            self._dismiss(guest, str(error))
+            return
+        session = Session(self._key, guest.nonce, follower_nonce.encode(), is_leader=True)
+        problem = self._hello_problem(hello) or self._join(hello, guest, session)
+        if problem is not None:
+            guest.channel.send(session.seal({"type": "refused", "why": problem}))
+            self._dismiss(guest, problem)
+
+    def _hello_problem(self, hello: Mapping[str, Any]) -> str | None:
+        shard = self._shard
+        for name, wanted in (("replica", shard.replica), ("fingerprint", shard.fingerprint), ("nodes", shard.nodes)):
+            if hello.get(name) != wanted:
+                return f"{name} {str(hello.get(name))[:60]} is not {wanted}"
+        rank, number = hello.get("rank"), hello.get("number")
+        if not isinstance(rank, int) or isinstance(rank, bool) or not 0 < rank < shard.nodes:
+            return f"rank {str(rank)[:20]} is none of the followers'"
+        if not isinstance(number, int) or not 0 <= number < 2**48:
+            return "a hello with a damaged number"
+        return None
+
+    def _join(self, hello: Mapping[str, Any], guest: Guest, session: Session) -> str | None:
+        rank: int = hello["rank"]
+        try:
+            report = Report.read(hello)
+        except TieError as error:
+            return str(error)
+        problem = self.leader.join(rank, report, hello["number"], time.monotonic())
+        if problem is not None:
+            return problem
+        self._guests.remove(guest)
+        before = self._ranks.pop(rank, None)
+        if before is not None:
+            before[0].close()
+        channel = guest.channel
+        self._ranks[rank] = (channel, session)
+        channel.on_line = lambda line: self._told(rank, channel, session, line)
+        channel.on_end = lambda reason, by_peer: self._ended(rank, channel, reason, by_peer)
+        channel.send(session.seal({"type": "welcome"}))
+        log(f"tie: rank {rank} at {guest.address} is tied{f' again, in run {report.run}' if report.run else ''}")
+        self._delivered = {}
+        self.deliver()
+        return None
+
+    # -- tied ranks
+
+    def _told(self, rank: int, channel: Channel, session: Session, line: bytes) -> None:
+        try:
+            self.leader.report(rank, Report.read(session.open(line)), time.monotonic())
+        except TieError as error:
+            channel.close()
+            self._ended(rank, channel, f"it sent {error}", by_peer=True)
+        self.deliver()
+
+    def _ended(self, rank: int, channel: Channel, reason: str, by_peer: bool) -> None:
+        """A connection that only failed is no reason yet: the rank may make another one until it has been silent for too long."""
+        if rank in self._ranks and self._ranks[rank][0] is channel:
+            del self._ranks[rank]
+            if by_peer:
+                self.leader.lost(rank, reason, time.monotonic())
+                log(f"tie: rank {rank} is lost: {reason}")
+            self.deliver()
+
+    def deliver(self) -> None:
+        message, now = self.leader.message(), time.monotonic()
+        if message != self._delivered or now >= self._beat_due:
+            self._delivered, self._beat_due = message, now + self._terms.silent_seconds / 10
+            for channel, session in list(self._ranks.values()):
+                channel.send(session.seal(message))
+        for rank in [rank for rank in self._ranks if rank not in self.leader.heard]:
+            log(f"tie: rank {rank} is lost: {self.leader.missing.get(rank, (0, ''))[1]}")
+            self._ranks.pop(rank)[0].close()
+
+    def tick(self) -> None:
+        now = time.monotonic()
+        for guest in [guest for guest in self._guests if now >= guest.until]:
+            self._dismiss(guest, f"it did not say who it is within {HANDSHAKE_SECONDS:g} seconds")
+        super().tick()
+
+    def seconds_to_tick(self) -> float:
+        return min(max(0.01, self._beat_due - time.monotonic()), super().seconds_to_tick())
+
+    def close(self) -> None:
+        self._events.unregister(self._listener)
+        self._listener.close()
+        for guest in self._guests:
+            guest.channel.close()
+        for channel, _session in self._ranks.values():
+            channel.farewell()
+        self._ranks.clear()
+
+
+class FollowerTie(Alone):
+    """Every other rank connects to rank 0, and connects again for as long as it has to."""
+
+    role = "follower"
+
+    def __init__(self, shard: Shard, terms: TieTerms, key: bytes, events: Events, number: int) -> None:
+        super().__init__(shard, number)
+        self.follower = self.rules = Follower(shard.rank, terms.silent_seconds, shard.stop_seconds, time.monotonic(), number)
+        self._terms = terms
+        self._key = key
+        self._events = events
+        self._delivered: dict[str, Any] = {}
+        self._tie: tuple[Channel, Session] | None = None
+        self._attempt: Attempt | None = None
+        self._next_attempt = self._beat_due = 0.0
+        self._said = ""
+
+    @property
+    def failures(self) -> int:
+        return self.follower.failures
+
+    def tied_ranks(self) -> list[int]:
+        return self.follower.leader_tied if self.follower.tied else []
+
+    def given_up(self) -> str:
+        return f"{said(self.cause, self._shard.rank)}; given up by rank 0 after {self.failures} failed runs"
+
+    def describe(self) -> tuple[str, str]:
+        where = f"rank 0 at {host_port(self._terms.address, self._terms.port)}"
+        if self.follower.tied:
+            return TYING, f"tied to {where}, which starts when all {self._shard.nodes} ranks are tied and idle (now {', '.join(map(str, self.follower.leader_tied))})"
+        at, why = self.follower.missing
+        return TYING, f"waits for {where} since {self.since(0, at)} ({self._said or why})"
+
+    # -- connecting
+
+    def tick(self) -> None:
+        now = time.monotonic()
+        if self._attempt is not None and now >= self._attempt.until:
+            self._attempt.end("no answer")
+        if self._attempt is None and now >= self._next_attempt and self.follower.wants_connection(now):
+            self._next_attempt = now + self._retry_seconds()
+            try:
+                self._attempt = Attempt(self._shard, self._terms, self._key, self._events, self.follower, self)
+            except OSError as error:        # no IPv6 on this host, no descriptors left
+                self._said = reason_of(error)
+        super().tick()
+
+    def _retry_seconds(self) -> float:
+        return min(1.0, self._terms.silent_seconds / 10)
+
+    def seconds_to_tick(self) -> float:
+        return min(self._retry_seconds(), max(0.01, self._beat_due - time.monotonic())) if self._tie is not None else self._retry_seconds() / 2
+
+    def attempt_failed(self, attempt: Attempt, why: str, refused: bool) -> None:
+        if self._attempt is not attempt:
+            return
+        self._attempt = None
+        if why != self._said:
+            log(f"tie: {host_port(self._terms.address, self._terms.port)}: {why}")
+            self._said = why
+        if refused and self.phase == RUNNING:
+            self.follower.lost(why, time.monotonic())
+
+    def tied(self, attempt: Attempt, channel: Channel, session: Session) -> None:
+        """The new connection takes the place of the old one."""
+        self._attempt = None
+        if self._tie is not None:
+            self._tie[0].close()
+        self._tie = (channel, session)
+        channel.on_line = lambda line: self._told(channel, session, line)
+        channel.on_end = lambda reason, by_peer: self._ended(channel, reason, by_peer)
+        self.follower.welcome(time.monotonic())
+        self._said, self._delivered = "", {}
+        log(f"tie: tied to rank 0 at {host_port(self._terms.address, self._terms.port)}{f' again, in run {self.run.id}' if self.run.id else ''}")
+        self.deliver()
+
+    # -- tied
+
+    def _told(self, channel: Channel, session: Session, line: bytes) -> None:
+        try:
+            self.follower.receive(session.open(line), time.monotonic())
+        except TieError as error:
+            channel.close()
+            self._ended(channel, f"it sent {error}", by_peer=True)
+        self.deliver()
+
+    def _ended(self, channel: Channel, reason: str, by_peer: bool) -> None:
+        if self._tie is None or self._tie[0] is not channel:
+            return
+        self._tie = None
+        if by_peer:
+            log(f"tie: rank 0 is lost: {reason}")
+            self.follower.lost(reason, time.monotonic())
+        else:
+            self.follower.dropped()
+
+    def deliver(self) -> None:
+        if self._tie is not None and not self.follower.tied:        # silent for too long
+            log(f"tie: rank 0 is lost: {self.follower.missing[1]}")
+            self._tie[0].close()
+            self._tie = None
+        message, now = self.follower.message(), time.monotonic()
+        if self._tie is not None and (message != self._delivered or now >= self._beat_due):
+            self._delivered, self._beat_due = message, now + self._terms.silent_seconds / 10
+            channel, session = self._tie
+            channel.send(session.seal(message))
+
+    def close(self) -> None:
+        if self._attempt is not None:
+            self._attempt.end("we stop")
+        if self._tie is not None:
+            self._tie[0].farewell()
+            self._tie = None
+
+
+class Attempt:
+    """One attempt of a follower to be tied, from connecting to the welcome."""
+
+    def __init__(self, shard: Shard, terms: TieTerms, key: bytes, events: Events, follower: Follower, tie: FollowerTie) -> None:
+        now = time.monotonic()
+        self.until = now + min(HANDSHAKE_SECONDS, max(1.0, terms.silent_seconds / 5))
+        self._shard = shard
+        self._key = key
+        self._events = events
+        self._follower = follower
+        self._tie = tie
+        self._channel: Channel | None = None
+        self._session: Session | None = None
+        self._connecting = socket.socket(socket.AF_INET6 if ":" in terms.address else socket.AF_INET, socket.SOCK_STREAM)
+        self._connecting.setblocking(False)
+        self._code = self._connecting.connect_ex((terms.address, terms.port))
+        if self._code not in (0, errno.EINPROGRESS):
+            self.until = now        # no route, for example
+        events.register(self._connecting, selectors.EVENT_WRITE, lambda mask: self._connected())
+
+    def _connected(self) -> None:
+        code = self._connecting.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code != 0 or self._code not in (0, errno.EINPROGRESS):
+            self.end(os.strerror(code or self._code))
+            return
+        self._events.unregister(self._connecting)
+        self._channel = Channel(self._connecting, self._events, self._greeted, lambda reason, by_peer: self.end(reason))
+
+    def _greeted(self, line: bytes) -> None:
+        leader_nonce = line[len(TIE_GREETING):]
+        if not line.startswith(TIE_GREETING) or not NONCE.fullmatch(leader_nonce):
+            self.end("what listens there is no run_shard.py of this version")
+            return
+        assert self._channel is not None
+        own, shard = nonce(), self._shard
+        self._session = Session(self._key, leader_nonce, own, is_leader=False)
+        self._channel.on_line = self._answered
+        self._channel.send(sealed(self._key, [b"hello", leader_nonce], {
+            "replica": shard.replica, "rank": shard.rank, "nodes": shard.nodes, "fingerprint": shard.fingerprint, "nonce": own.decode(),
+            "number": self._follower.number, **self._follower.message(), "type": "hello"}))
+
+    def _answered(self, line: bytes) -> None:
+        channel, session = self._channel, self._session
+        assert channel is not None and session is not None
+        if line.startswith(b"refused "):        # by somebody who has another secret: not to be believed, but to be told
+            self.end(f"refused: {line[8:200].decode('ascii', 'replace')}")
+            return
+        try:
+            answer = session.open(line)
+        except TieError as error:
+            self.end(str(error))
+            return
+        if answer.get("type") == "welcome":
+            self._tie.tied(self, channel, session)
+        else:
+            self.end(f"refused: {str(answer.get('why'))[:200]}", refused=True)
+
+    def end(self, why: str, refused: bool = False) -> None:
+        if self._channel is not None:
+            self._channel.close()
+        else:
+            self._events.unregister(self._connecting)
+            self._connecting.close()
+        self._tie.attempt_failed(self, why if self._code in (0, errno.EINPROGRESS) else os.strerror(self._code), refused)
+
+
+def make_tie(shard: Shard, events: Events, number: int, credentials: str | None) -> Alone:
+    """Raises Refusal where the secret cannot be read or the port cannot be had."""
+    if shard.tie is None:
+        return Alone(shard, number)
+    key = read_secret(secret_path(shard, shard.tie.secret, credentials))
+    if len(key) < 32:
+        raise Refusal(f"secret {secret_path(shard, shard.tie.secret, credentials)} has less than 32 characters", EX_UNAVAILABLE)
+    return (LeaderTie if shard.rank == 0 else FollowerTie)(shard, shard.tie, key, events, number)
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------
 # One run of the shard
 
 
@@ -1133,6 +2325,16 @@ class End(NamedTuple):
     code: int | None = None
     signal: str | None = None
     requested: bool = False
+    kind: str = LAUNCH
+    rank: int | None = None     # the other rank that it began with
+
+    @classmethod
+    def by(cls, cause: Cause, own_rank: int) -> End:
+        """The end of our part in a run that is over for another rank's sake, or by rank 0's word."""
+        return cls(said(cause, own_rank), EX_SOFTWARE, cause.launch, cause.code, cause.signal, kind=cause.kind, rank=cause.rank)
+
+    def as_cause(self, own_rank: int) -> Cause:
+        return Cause(own_rank, self.kind, self.reason, self.launch, self.code, self.signal)
 
 
 class RunOver(Exception):
@@ -1156,16 +2358,17 @@ def judge(name: str, is_engine: bool, ended: Exit) -> End:
 class Run:
     """From the first look for leftovers to the end of the last process, under one run id. The lock is held by the caller."""
 
-    def __init__(self, shard: Shard, run_id: str, events: Events, notify: Notify, credentials: str | None) -> None:
+    def __init__(self, shard: Shard, tie: Alone, events: Events, notify: Notify, state: State, credentials: str | None) -> None:
         self._shard = shard
+        self._tie = tie
         self._events = events
         self._notify = notify
         self._credentials = credentials
-        self._children = Children(f"{shard.identity}/{run_id}")
-        self._state = State(shard, run_id, notify)
+        self._children = Children(f"{shard.identity}/{tie.run.id}")
+        self._state = state
 
-    def execute(self) -> End:
-        """Run the shard until it is over, end all of it, and say why. Raises nothing: a fault of our own is an end like any other."""
+    def execute(self) -> tuple[End, list[Process]]:
+        """Run the shard until it is over and end all of it: why, and what could not be ended. Raises nothing: a fault of our own is an end like any other."""
         try:
             self._prepare()
             self._start_all()
@@ -1174,38 +2377,35 @@ class Run:
         except RunOver as over:
             end = over.end
         except Exception as error:  # noqa: BLE001 pylint: disable=broad-except
-            end = End(f"internal error of run_shard.py: {type(error).__name__}: {error}", EX_SOFTWARE)
+            end = End(f"internal error of run_shard.py: {type(error).__name__}: {error}", EX_SOFTWARE, kind=INTERNAL)
         log(f"stopping: {end.reason}")
-        return self._finish(end, self._stop(end))
+        self._state.ended(end)
+        self._tie.own_ended(end.as_cause(self._shard.rank))     # the other ranks learn of it before anything else is done
+        left = self._stop(end)
+        if self._tie.cause is not None and not end.requested and self._tie.cause.rank != self._shard.rank:
+            end = end._replace(**{name: value for name, value in End.by(self._tie.cause, self._shard.rank)._asdict().items() if name != "exit_code"})
+            self._state.ended(end)
+        return end, left
 
     # -- start
 
     def _prepare(self) -> None:
         shard = self._shard
-        left = self._sweep()
+        left = sweep(shard, self._events, self._state)
         try:
             os.makedirs(shard.work_dir, mode=0o755, exist_ok=True)
         except OSError:
             pass        # the checks say what is wrong with it
         found = [f"process {process} of an earlier run of this shard cannot be ended" for process in left]
         found += findings(shard, self._credentials)
+        if shard.gpus and not found:
+            found += ask_in_child(lambda: check_gpu_memory(shard.gpus), self._pause, GPU_CHECK_SECONDS)
         for finding in found:
             log(f"check: {finding}")
         if found:
-            raise RunOver(End("; ".join(found), EX_UNAVAILABLE))
+            raise RunOver(End("; ".join(found), EX_UNAVAILABLE, kind=CHECK))
         self._look()
-        self._notify.send("READY=1")    # from here on a long load is no start that hangs
-
-    def _sweep(self) -> list[Process]:
-        """End what an earlier run of this shard has left: it would keep the GPUs, the ports and the peers busy."""
-        identity = self._shard.identity
-        found = leftovers_of(identity)
-        if not found:
-            return []
-        for process in found.values():
-            log(f"process {process} is left of run {read_marker(process.pid) or identity}: ending it")
-        self._state.stage("starting", f"ending {len(found)} processes of an earlier run")
-        return end_processes(lambda: leftovers_of(identity), self._events.wait, LEFTOVER_GRACE_SECONDS)
+        self._notify.ready()
 
     def _start_all(self) -> None:
         for launch in self._shard.launches:
@@ -1222,7 +2422,7 @@ class Run:
             environment = complete_environment(shard, launch, self._children.marker, self._credentials)
             started = self._children.spawn(launch, command_words(shard, launch, self._credentials), environment, shard.directory)
         except Refusal as refusal:
-            raise RunOver(End(f"launch {launch.name}: {refusal.text}", refusal.code, launch.name)) from None
+            raise RunOver(End(f"launch {launch.name}: {refusal.text}", refusal.code, launch.name, kind=CHECK)) from None
         except OSError as error:
             raise RunOver(End(f"launch {launch.name}: {launch.path} cannot be started: {reason_of(error)}", EX_UNAVAILABLE, launch.name)) from None
         log(f"launch {launch.name} started as process {started.pid}: {launch.path}")
@@ -1237,10 +2437,13 @@ class Run:
         if self._children.reap():
             self._state.launches(self._children.started)
         if self._events.stop_signal is not None:
-            raise RunOver(End(f"{self._events.stop_signal} received", 0, requested=True))
+            raise RunOver(stop_of(self._events.stop_signal))
         for entry in self._children.started:
             if entry.exit is not None:
                 raise RunOver(judge(entry.launch.name, entry.launch is self._shard.launches[-1], entry.exit))
+        self._state.tied(self._tie.role, self._tie.tied_ranks(), self._tie.failures)
+        if self._tie.phase != RUNNING and self._tie.cause is not None:
+            raise RunOver(End.by(self._tie.cause, self._shard.rank))
 
     def _pause(self, seconds: float, connecting: socket.socket | None = None) -> None:
         self._look()
@@ -1300,7 +2503,11 @@ class Run:
         """End the engine, then the sidecars in reverse order, then all that is left of them. Returns what could not be ended."""
         self._state.forget_readiness()
         self._state.stage("stopping", end.reason)
-        self._notify.send("STOPPING=1")
+        if end.requested:
+            self._notify.send("STOPPING=1")
+        while not self._tie.may_stop() and self._events.stop_signal is None and self._children.living():
+            self._events.wait(TICK_SECONDS)     # rank 0 stops first
+            self._children.reap()
         deadline = time.monotonic() + self._shard.stop_seconds
         living = list(reversed(self._children.living()))
         for position, entry in enumerate(living):
@@ -1325,24 +2532,93 @@ class Run:
             self._events.wait(TICK_SECONDS)
             self._children.reap()
 
-    def _finish(self, end: End, left: list[Process]) -> End:
+
+def sweep(shard: Shard, events: Events, state: State) -> list[Process]:
+    """End what an earlier run of this shard has left: it would keep the GPUs, the ports and the peers busy. Returns what could not be ended."""
+    found = leftovers_of(shard.identity)
+    if not found:
+        return []
+    for process in found.values():
+        log(f"process {process} is left of run {read_marker(process.pid) or shard.identity}: ending it")
+    state.stage("starting", f"ending {len(found)} processes of an earlier run")
+    return end_processes(lambda: leftovers_of(shard.identity), events.wait, LEFTOVER_GRACE_SECONDS)
+
+
+def stop_of(signal_text: str) -> End:
+    return End(f"{signal_text} received", 0, requested=True, kind=STOP)
+
+
+class Life:
+    """One process of run_shard.py: run after run, with the other ranks, until it is stopped, refused, or given up. The lock is held by the caller."""
+
+    def __init__(self, shard: Shard, events: Events, notify: Notify, credentials: str | None) -> None:
+        self._shard = shard
+        self._events = events
+        self._notify = notify
+        self._credentials = credentials
+        self._state = State(shard, notify)
+
+    def execute(self) -> int:
+        """Returns the exit code."""
+        try:
+            left = sweep(self._shard, self._events, self._state)        # only a rank without old processes may be tied
+            if left:
+                raise Refusal("; ".join(f"process {process} of an earlier run of this shard cannot be ended" for process in left), EX_UNAVAILABLE)
+            self._events.tie = tie = make_tie(self._shard, self._events, self._state.number, self._credentials)
+        except Refusal as refusal:
+            log(f"check: {refusal.text}")
+            return self._finish(End(refusal.text, refusal.code, kind=CHECK), [])
+        try:
+            if tie.role is not None:
+                self._notify.ready()    # other hosts may come much later
+            tie.own_idle()
+            while True:
+                end, left = self._next(tie)
+                if end is not None:
+                    return self._finish(end, left)
+        finally:
+            tie.close()
+
+    def _next(self, tie: Alone) -> tuple[End | None, list[Process]]:
+        """Wait for the next run and run it. Returns an end where no other run may follow."""
+        while tie.phase != RUNNING:
+            if self._events.stop_signal is not None:
+                tie.own_ended(stop_of(self._events.stop_signal).as_cause(self._shard.rank))
+                return stop_of(self._events.stop_signal), []
+            if tie.phase == GIVEN_UP and tie.cause is not None:
+                return End.by(tie.cause, self._shard.rank)._replace(reason=tie.given_up(), exit_code=EX_GIVEN_UP), []
+            self._state.tied(tie.role, tie.tied_ranks(), tie.failures)
+            self._state.stage(*tie.describe())
+            self._events.wait(math.inf)
+        run, shard = tie.run, self._shard.of_run(tie.run.number)
+        log(f"{shard.replica} rank {shard.rank} of {shard.nodes}, fingerprint {shard.fingerprint}, run {run.id}")
+        self._state.begin(run)
+        end, left = Run(shard, tie, self._events, self._notify, self._state, self._credentials).execute()
+        if not left:
+            tie.own_idle()
+        once = self._shard.restart is None and self._shard.tie is None
+        if end.requested or left or once or (end.kind == CHECK and end.rank is None):
+            return end, left
+        log(f"run {run.id} is over: {end.reason}")
+        return None, []
+
+    def _finish(self, end: End, left: list[Process]) -> int:
         if left:
             end = end._replace(reason=f"{end.reason}; could not be ended: {listing(left)}", exit_code=end.exit_code or EX_OSERR)
-        self._state.end("stopped" if end.requested and not left else "failed", end.reason, end)
+        self._state.ended(end)
+        self._state.stage("stopped" if end.requested and not left else "failed", end.reason)
         log(f"{'stopped' if end.requested else 'failed'}: {end.reason}; exit code {end.exit_code}")
-        return end
+        return end.exit_code
 
 
 def run(shard: Shard, environ: Mapping[str, str]) -> int:
-    """Hold the lock, run the shard once, return the exit code. The service manager starts it again."""
+    """Hold the lock, run the shard until nothing more is to be run, return the exit code."""
     os.umask(0o022)
     notify = Notify(environ)
     events = Events(notify)
     lock = Lock(shard.state_dir)
     try:
-        run_id = os.urandom(6).hex()
-        log(f"{shard.replica} rank {shard.rank} of {shard.nodes}, fingerprint {shard.fingerprint}, run {run_id}")
-        return Run(shard, run_id, events, notify, environ.get("CREDENTIALS_DIRECTORY")).execute().exit_code
+        return Life(shard, events, notify, environ.get("CREDENTIALS_DIRECTORY")).execute()
     finally:
         lock.release()
 
