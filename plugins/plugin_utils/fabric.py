@@ -71,7 +71,7 @@ def choose(wanted: t.Sequence[str], named: t.Mapping[str, t.Any], hosts: Hosts, 
     C(management): host -> management interface, whose port stays out unless it is asked for by name.
     """
     if list(wanted) == ["none"]:
-        return none("replica_fabric is none", "none")
+        return none("replica_fabric is none")
     if list(wanted) == ["efa"]:
         return _efa(hosts, findings)
     if any(key.startswith("nvl:") for key in wanted):

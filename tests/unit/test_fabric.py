@@ -663,6 +663,19 @@ def test_definitions_are_read_field_by_field(definition, field):
     assert all(fault.wanted for fault in outcome.findings.faults)
 
 
+def test_the_examples_of_the_documentation_are_read():
+    text = (FIXTURES.parents[2] / "docs" / "fabrics.md").read_text(encoding="utf-8")
+    example = text[text.index("    replica_fabrics:\n") :].partition("\n\n")[0]
+    definitions = yaml.safe_load("\n".join(line[4:] for line in example.splitlines()))["replica_fabrics"]
+    assert len(definitions) >= 8
+    for name, definition in definitions.items():
+        findings = Findings()
+        assert fabric_names.parse(name, definition, findings) is not None, [fault.text() for fault in findings.faults]
+    assert {field.name for field in dataclasses.fields(fabric_names.Selector)} | {"hosts", "routed", "subnet_aware"} == {
+        line.split("`")[1] for line in text[text.index("| field |") :].partition("\n\n")[0].splitlines()[2:]
+    }
+
+
 def test_unknown_field_offers_the_nearest():
     assert "Did you mean networks?" in refused(PAIR, "x", {"x": {"network": "10.11.0.0/24"}})
 
