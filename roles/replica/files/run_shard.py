@@ -1668,6 +1668,8 @@ class Follower:
         elif self.phase == TYING and phase == RUNNING and run is not None and run != self._seen:
             self.run, self._seen, self.cause, self.phase = RunName(run, number), run, None, RUNNING
             self.number, self._release_by = max(self.number, number), math.inf
+        elif self.phase == TYING and phase == ENDING:
+            self._seen, self.cause = run, cause         # over before we could begin it
         elif self.phase == TYING and phase == GIVEN_UP:
             self.phase, self.cause = GIVEN_UP, cause
 
