@@ -1,0 +1,88 @@
+# Copyright (c) 2026 The rankzero.inference authors
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Loading adapters, also of other collections; the state of a replica over its hosts."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import facts
+import pytest
+
+from ansible_collections.rankzero.inference.plugins.plugin_utils import engines, status
+from ansible_collections.rankzero.inference.plugins.plugin_utils.engines.base import Engine
+from ansible_collections.rankzero.inference.plugins.plugin_utils.engines.sim import Adapter as Simulator
+from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings
+
+HOME = "ansible_collections.their.collection.plugins.plugin_utils.engines."
+
+
+def other_collection(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> None:
+    """A module of somebody else's collection, as an installed one would be."""
+    parts = (HOME + name).split(".")
+    for length in range(2, len(parts)):
+        package = types.ModuleType(".".join(parts[:length]))
+        package.__path__ = []
+        monkeypatch.setitem(sys.modules, package.__name__, package)
+    module = types.ModuleType(HOME + name)
+    vars(module).update(contents)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+@pytest.mark.parametrize("name", engines.BUILT_IN)
+def test_built_in_adapters_answer_the_interface(name: str) -> None:
+    findings = Findings()
+    adapter = engines.load(name, findings)
+    assert isinstance(adapter, Engine) and not findings.faults and adapter.name == name
+    assert adapter.needs_build is bool(adapter.programs)
+    assert set(adapter.grammar.options.values()) >= set(adapter.owned) - {"--api-key"}
+    assert set(adapter.owned).isdisjoint(adapter.refused) and all(minimum >= 50 for minimum in adapter.quantizations.values())
+
+
+def test_an_adapter_of_another_collection_plans_like_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Adapter(Simulator):
+        name = "theirs"
+    other_collection(monkeypatch, "theirs", Adapter=Adapter)
+    found = facts.good(wanted=facts.profile(engine="their.collection.theirs"))
+    assert found["engine"] == "their.collection.theirs" and found["shards"]["n1"]["labels"]["engine"] == "their.collection.theirs"
+
+
+@pytest.mark.parametrize(("contents", "text"), [({}, "Adapter"), ({"Adapter": object}, "is not an Engine"), ({"Adapter": 5}, "TypeError"), ({"Adapter": lambda: 1 / 0}, "ZeroDivisionError")])
+def test_an_adapter_that_is_none_is_a_fault(monkeypatch: pytest.MonkeyPatch, contents: dict[str, Any], text: str) -> None:
+    other_collection(monkeypatch, "broken", **contents)
+    findings = Findings()
+    assert engines.load("their.collection.broken", findings) is None
+    assert text in findings.faults[0].seen and "their.collection" in findings.faults[0].wanted
+
+
+@pytest.mark.parametrize("name", ["", "x", "sims", "a.b", "a.b.c.d", "no.such.engine"])
+def test_engines_that_are_not_there(name: str) -> None:
+    findings = Findings()
+    assert engines.load(name, findings) is None and [fault.field for fault in findings.faults] == ["engine"]
+
+
+# ---- state over all hosts
+
+def seen(**hosts: Any) -> dict[str, tuple[Any, Any]]:
+    return {host: ({"shards": {"glm": record}}, None) for host, record in hosts.items()}
+
+
+def test_a_whole_replica_is_every_rank_ready_in_one_revision() -> None:
+    good = seen(n2=facts.shard(1), n1=facts.shard(0))
+    found = status.ranks("glm", good)
+    assert [entry["host"] for entry in found] == ["n1", "n2"] and status.whole(found) and "Replica glm: ready" in status.text("glm", found, ["n1", "n2"])
+    for change in ({"ready": False}, {"revision": "x"}, {"rank": 0}, {"rank": None}, {"nodes": None}, {"nodes": 3}):
+        records = {"n1": {**facts.shard(0), **(change if "nodes" in change else {})}, "n2": {**facts.shard(1), **change}}
+        found = status.ranks("glm", seen(**records))
+        assert not status.whole(found), change
+        status.text("glm", found, ["n1", "n2"])
+    assert not status.whole([]) and "no shard on any of 2 host(s)" in status.text("glm", [], ["n1", "n2"])
+
+
+@pytest.mark.parametrize("known", [None, "x", [], {}, {"shards": []}, {"shards": {"glm": "x"}}, {"shards": {"glm": None}}])
+def test_facts_of_any_shape_hide_no_other_host(known: Any) -> None:
+    found = status.ranks("glm", {"n1": (known, None), "n2": ({"shards": {"glm": facts.shard(1)}}, None)})
+    assert [entry["host"] for entry in found] == ["n2"]
