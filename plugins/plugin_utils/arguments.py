@@ -43,14 +43,14 @@ class Spelled:
     option: str
 
 
-def grammar_of(parser: t.Iterable[tuple[str, ...]], matters: t.Iterable[str], more: t.Mapping[str, str] | None = None, **rules: bool) -> Grammar:
+def grammar_of(parser: t.Iterable[tuple[str, ...]], matters: t.Iterable[str], more: t.Mapping[str, str] | None = None, prefixes: bool = True, **rules: bool) -> Grammar:
     """The grammar of a parser whose options are known with all their spellings (option_names.py).
 
     C(matters): canonical names of the options to find; one that the parser does not have (an older or newer release does) counts as itself.
-    C(more): further spellings -> canonical name.  C(rules): the other fields of L(Grammar).
+    C(more): further spellings -> canonical name.  C(prefixes): options may be cut short.  C(rules): the other fields of L(Grammar).
     """
     groups = [frozenset(group) for group in parser]
-    every = frozenset(name for group in groups for name in group)
+    every = frozenset(name for group in groups for name in group) if prefixes else frozenset()
     options = dict(more or {})
     for option in matters:
         options[option] = option

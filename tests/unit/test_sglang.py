@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -60,6 +61,32 @@ def test_layouts_for_which_ranks_would_be_missing_are_refused(nodes: int, tp: in
     wanted = profile(nodes, tp=tp, pp=pp, gpus_per_node=tp * pp // nodes)
     assert (tp * pp) % nodes == 0
     assert made.faults(wanted) == ["nodes"] if hangs else made.good(wanted)
+
+
+def ranks_of(node: int, nodes: int, tp: int, pp: int) -> set[tuple[int, int]]:
+    """(pipeline rank, tensor rank) of every process that SGLang starts on a node: srt/entrypoints/engine.py, _calculate_rank_ranges."""
+    stages, nodes_per_stage = max(pp // nodes, 1), max(nodes // pp, 1)
+    width = tp // nodes_per_stage
+    first_stage, first_rank = stages * (node // nodes_per_stage), width * (node % nodes_per_stage)
+    return {(stage, rank) for stage in range(first_stage, first_stage + stages) for rank in range(first_rank, first_rank + width)}
+
+
+def test_the_rule_is_exactly_that_every_rank_runs_once() -> None:
+    """All layouts that SGLang's own check lets through, up to six nodes."""
+    adapter, accepted = engines.load("sglang", Findings()), 0
+    assert adapter is not None
+    for nodes, tp, pp in itertools.product(range(1, 7), range(1, 9), range(1, 9)):
+        if (tp * pp) % nodes:
+            continue
+        started = [place for node in range(nodes) for place in ranks_of(node, nodes, tp, pp)]
+        complete = sorted(started) == sorted(itertools.product(range(pp), range(tp)))
+        findings = Findings()
+        read = parse(profile(nodes, tp=tp, pp=pp, gpus_per_node=tp * pp // nodes), "p", "p", findings)
+        assert read is not None
+        adapter.validate(read, "p", findings)
+        assert (not findings.faults) == complete, (nodes, tp, pp, findings.faults)
+        accepted += complete
+    assert accepted > 100
 
 
 @pytest.mark.parametrize(("more", "fields"), [

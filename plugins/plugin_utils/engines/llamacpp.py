@@ -10,7 +10,7 @@ C(--device RPC0): llama-server otherwise starts alone and says it is healthy).
 
 from __future__ import annotations
 
-from ansible_collections.rankzero.inference.plugins.plugin_utils.arguments import Grammar
+from ansible_collections.rankzero.inference.plugins.plugin_utils.arguments import grammar_of
 from ansible_collections.rankzero.inference.plugins.plugin_utils.engines.base import Engine, Launch, Shard
 from ansible_collections.rankzero.inference.plugins.plugin_utils.engines.option_names import LLAMACPP as PARSER
 from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings
@@ -26,7 +26,7 @@ _OWNED = {
     "--fit": (("-fit",), "always off: it may leave layers on the CPU"), "--split-mode": (("-sm",), "the shard's GPUs"), "--tensor-split": (("-ts",), "the shard's GPUs"),
     "--main-gpu": (("-mg",), "the shard's GPUs"), "--lora": ((), "adapters of the profile"), "--lora-scaled": ((), "adapters of the profile"),
     "--lora-init-without-apply": ((), "adapters of the profile"), "--threads": (("-t",), "threads of the profile"), "--threads-http": ((), "the plan"),
-    "--log-file": ((), "the service's log"), "--log-disable": ((), "the evidence in the log"), "--log-verbosity": (("-lv", "--verbosity", "-v", "--verbose"), "the evidence in the log"),
+    "--log-file": ((), "the service's log"), "--log-disable": ((), "the evidence in the log"), "--log-verbosity": (("-lv", "--verbosity", "-v", "--verbose", "--log-verbose"), "the evidence in the log"),
     "--ssl-key-file": ((), "the readiness gate, which speaks plain HTTP"), "--ssl-cert-file": ((), "the readiness gate, which speaks plain HTTP"),
     "--list-devices": ((), "nothing: it would list and exit"), "--version": ((), "nothing: it would print and exit"), "--help": (("-h", "--usage"), "nothing: it would print and exit"),
     "--slots": (("--no-slots",), "always off"),
@@ -54,7 +54,7 @@ class Adapter(Engine):
     owned = {option: why for option, (_others, why) in _OWNED.items()}
     refused = {option: what for option, (_others, what) in _REFUSED.items()}
     parser = PARSER
-    grammar = Grammar({**_spellings(_OWNED), **_spellings(_REFUSED)}, underscores=True, equals=False)
+    grammar = grammar_of(PARSER, (*_OWNED, *_REFUSED), {**_spellings(_OWNED), **_spellings(_REFUSED)}, prefixes=False, underscores=True, equals=False)
 
     def validate(self, profile: Profile, where: str, findings: Findings) -> None:
         super().validate(profile, where, findings)
