@@ -25,7 +25,7 @@ SKIPPED_DIRECTORIES = (".git", ".cache")
 
 CONFIG_FIELDS = (
     "architectures", "model_type", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "hidden_size", "head_dim", "dtype",
-    "torch_dtype", "max_position_embeddings",
+    "torch_dtype", "max_position_embeddings", "kv_lora_rank", "sliding_window", "use_sliding_window", "layer_types",
 )
 QUANTIZATION_FIELDS = (
     "quant_method", "quant_algo", "bits", "group_size", "fmt", "format", "activation_scheme", "desc_act", "weight_bits", "kv_cache_quant_algo",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import typing as t
 
-from ansible_collections.rankzero.inference.plugins.plugin_utils import quantization
+from ansible_collections.rankzero.inference.plugins.plugin_utils import memory_fit, quantization
 from ansible_collections.rankzero.inference.plugins.plugin_utils.engines.base import Engine
 from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings
 from ansible_collections.rankzero.inference.plugins.plugin_utils.profile import Profile
@@ -130,19 +130,31 @@ def _check_capability(ranks: t.Sequence[Rank], profile: Profile, engine: Engine,
 
 
 def _check_memory(ranks: t.Sequence[Rank], profile: Profile, engine: Engine, findings: Findings) -> None:
-    """A GPU that is smaller than what the gate waits for can never prove its shard; one that is smaller than its weights rarely loads them."""
+    """A GPU that is smaller than what the gate waits for can never prove its shard; one that is smaller than the model's lower bound never loads it."""
+    config = _language_config(_config(ranks, profile))
     for one in ranks:
         wanted = expected_mib(one, profile, engine)
+        least = _least(one, config, profile, engine)
         for gpu in one.gpus:
             total = gpu["memory"].get("total_mib")
-            if total is None or wanted <= total:
+            if total is None:
                 continue
             seen = "GPU %s with %d MiB" % (gpu.get("index"), total)
-            if profile.gpu_memory_min_mib:
+            if profile.gpu_memory_min_mib and wanted > total:
                 findings.fault("gpu_memory_min_mib", seen, "at least %d MiB" % wanted, "Readiness would never be proven: lower gpu_memory_min_mib.", host=one.host.name, rank=one.rank)
-            else:
-                findings.warn("model_path", seen, "at least %d MiB, the GPU's part of the weights" % wanted, "Spread the model over more GPUs, unless the engine offloads.",
-                              host=one.host.name, rank=one.rank)
+            if least.total + (gpu["memory"].get("reserved_mib") or 0) > total:
+                say = findings.warn if profile.allow_memory_overcommit else findings.fault
+                say("gpu_memory", seen, "at least %s" % least.text(),
+                    "Use more or larger GPUs, a shorter context or a smaller quantization; allow_memory_overcommit: true lets it through (engines that offload).",
+                    host=one.host.name, rank=one.rank)
+
+
+def _least(one: Rank, config: t.Mapping[str, t.Any], profile: Profile, engine: Engine) -> memory_fit.Need:
+    """The lower bound for each of a rank's GPUs."""
+    share = engine.weights_on_rank(profile, one.rank) * engine.weights_on_gpu / max(len(one.gpus), 1)
+    model = one.facts["models"].get(profile.model_path) or {}
+    tp, pp = (profile.tp, profile.pp) if engine.heads_divide else (profile.nodes * max(profile.gpus_per_node, 1), 1)
+    return memory_fit.need(model.get("weight_bytes"), config, share=share, tp=tp, pp=pp, length=engine.context_length(profile), cache_bytes=engine.cache_bytes(profile))
 
 
 def gpu_details(one: Rank, profile: Profile, engine: Engine) -> list[dict[str, t.Any]]:

@@ -54,6 +54,7 @@ class Profile:
     env: tuple[tuple[str, str], ...] = ()
     adapters: tuple[Adapter, ...] = ()
     gpu_memory_min_mib: int | None = None
+    allow_memory_overcommit: bool = False
     ready_timeout: int = 900
     stop_timeout: int = 30
 
@@ -131,6 +132,7 @@ def parse(data: t.Mapping[str, t.Any], where: str, name: str, findings: Findings
         env=_environment(read, findings, where),
         adapters=_adapters(read, findings, where),
         gpu_memory_min_mib=read.integer("gpu_memory_min_mib", None, 1),
+        allow_memory_overcommit=read.boolean("allow_memory_overcommit"),
         ready_timeout=read.integer("ready_timeout", 900, 5, 86400) or 900,
         stop_timeout=read.integer("stop_timeout", 30, 1, 3600) or 30,
     )

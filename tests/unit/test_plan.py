@@ -11,12 +11,11 @@ from typing import Any
 
 import facts
 import pytest
-from facts import changed, faults, good, gpu, hosts, minimal, node, plan, profile, shard
-
 from ansible_collections.rankzero.inference.plugins.plugin_utils import quantization
 from ansible_collections.rankzero.inference.plugins.plugin_utils.placement import of_class
 from ansible_collections.rankzero.inference.plugins.plugin_utils.plan import build_plan
 from ansible_collections.rankzero.inference.plugins.plugin_utils.tables import plan_text, table
+from facts import changed, faults, good, gpu, hosts, minimal, node, plan, profile, shard
 
 ONE = {"tp": 2, "pp": 1, "nodes": 1, "gpus_per_node": 2}
 
@@ -36,16 +35,30 @@ def with_fault(found: dict[str, Any], host: str | None, field: str) -> dict[str,
 
 # ---- the request
 
+
 @pytest.mark.parametrize("name", ["", None, "GLM", "a_b", "-a", "a-", "a" * 41, "a/b", "a\n", 5, ["glm"]])
 def test_names_that_no_service_can_have(name: Any) -> None:
     assert faults(replica=name) == [(None, "replica_name")]
 
 
-@pytest.mark.parametrize(("options", "field"), [
-    ({"replica_http_port": "x"}, "replica_http_port"), ({"replica_http_port": 0}, "replica_http_port"), ({"replica_http_port": 65536}, "replica_http_port"), ({"replica_leader_port": True}, "replica_leader_port"),
-    ({"replica_leader_port": 8000}, "replica_leader_port"), ({"replica_http_host": "localhost"}, "replica_http_host"), ({"replica_http_host": "x.sock"}, "replica_http_host"), ({"replica_http_host": "0.0.0.0,::"}, "replica_http_host"),
-    ({"replica_http_host": "192.0.2.77"}, "replica_http_host"), ({"replica_leader": "n9"}, "replica_leader"), ({"replica_leader": ["n1"]}, "replica_leader"), ({"replica_fabrics": []}, "replica_fabrics"), ({"replica_fabrik": "x"}, "replica_fabrik"),
-])
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"replica_http_port": "x"}, "replica_http_port"),
+        ({"replica_http_port": 0}, "replica_http_port"),
+        ({"replica_http_port": 65536}, "replica_http_port"),
+        ({"replica_leader_port": True}, "replica_leader_port"),
+        ({"replica_leader_port": 8000}, "replica_leader_port"),
+        ({"replica_http_host": "localhost"}, "replica_http_host"),
+        ({"replica_http_host": "x.sock"}, "replica_http_host"),
+        ({"replica_http_host": "0.0.0.0,::"}, "replica_http_host"),
+        ({"replica_http_host": "192.0.2.77"}, "replica_http_host"),
+        ({"replica_leader": "n9"}, "replica_leader"),
+        ({"replica_leader": ["n1"]}, "replica_leader"),
+        ({"replica_fabrics": []}, "replica_fabrics"),
+        ({"replica_fabrik": "x"}, "replica_fabrik"),
+    ],
+)
 def test_options_that_cannot_be(options: dict[str, Any], field: str) -> None:
     found = faults(options=options)
     assert {name for _host, name in found} == {field}
@@ -58,13 +71,27 @@ def test_options_of_another_type(options: Any) -> None:
 
 
 def test_survey_strings_for_options() -> None:
-    found = good(options={"replica_http_port": "8100", "replica_leader_port": "29700", "replica_leader": "", "replica_fabric": "", "replica_fabrics": "", "replica_http_host": ""}, inputs={"n1": {"rank": "1"}, "n2": {"rank": ""}})
+    found = good(
+        options={
+            "replica_http_port": "8100",
+            "replica_leader_port": "29700",
+            "replica_leader": "",
+            "replica_fabric": "",
+            "replica_fabrics": "",
+            "replica_http_host": "",
+        },
+        inputs={"n1": {"rank": "1"}, "n2": {"rank": ""}},
+    )
     assert found["leader"] == {"host": "n2", "address": "10.0.0.2", "port": 29700, "url": "http://10.0.0.2:8100"}
 
 
 def test_a_limit_that_cuts_the_replica_and_everything_else_that_is_wrong_come_together() -> None:
-    found = faults({"n1": node(1, gpus=4), "n2": node(2, ports_in_use=[29500], models={"/models/glm": {"exists": True, "readable": False, "error": "closed to others"}})}, profile(tp=8, typo=1),
-                   {"replica_http_port": "x", "replica_leader_port": 29500, "replica_leader": "n2"}, absent_hosts=("n3",))
+    found = faults(
+        {"n1": node(1, gpus=4), "n2": node(2, ports_in_use=[29500], models={"/models/glm": {"exists": True, "readable": False, "error": "closed to others"}})},
+        profile(tp=8, typo=1),
+        {"replica_http_port": "x", "replica_leader_port": 29500, "replica_leader": "n2"},
+        absent_hosts=("n3",),
+    )
     assert found == [(None, "hosts"), (None, "replica_http_port"), (None, "replica_profile.typo"), ("n1", "gpus"), ("n2", "model_path"), ("n2", "ports_in_use")]
 
 
@@ -82,6 +109,7 @@ def test_an_unknown_engine() -> None:
 
 # ---- facts that a person wrote
 
+
 def test_minimal_facts_are_enough() -> None:
     found = good({f"n{number}": minimal(number) for number in (1, 2)})
     assert found["fabric"] == "ib:fe80000000000000" and env(found, "n2")["NCCL_IB_HCA"] == "=mlx5_0:1" and found["shards"]["n2"]["interface"] == "eth0"
@@ -90,16 +118,90 @@ def test_minimal_facts_are_enough() -> None:
 
 
 WRONG = [
-    ("gpus", "x"), ("gpus", {"a": 1}), ("gpus.0", None), ("gpus.0", "GPU"), ("gpus.0.memory", []), ("gpus.0.memory.total_mib", "81559"), ("gpus.0.memory.total_mib", -1), ("gpus.0.uuid", ["x"]), ("gpus.0.uuid", "a,b"), ("gpus.0.uuid", "a\nb"),
-    ("gpus.1.uuid", "GPU-0001-0000"), ("gpus.0.index", "0"), ("gpus.0.index", 1.5), ("gpus.0.health", "ok"), ("gpus.0.health.reasons", "x"), ("gpus.0.processes", {}), ("gpus.0.processes", [5]), ("gpus.0.processes", [{"used_mib": "9"}]),
-    ("gpus.0.partition", True), ("gpus.0.interconnect_domain", "nvl"), ("gpus.0.model", {"name": "x"}), ("gpus.0.compute_capability", [9, 0]), ("hcas", "mlx5_0"), ("hcas.0", 5), ("hcas.0.name", None), ("hcas.0.name", 5.5j), ("hcas.0.port", "1"), ("hcas.0.usable", "yes"),
-    ("hcas.0.fabrics", "ib:x"), ("hcas.0.gids", {}), ("hcas.0.gids.0", "x"), ("hcas.0.gids.0.index", None), ("hcas.0.gids.0.index", "3"), ("hcas.0.gids.0.address", "x"), ("hcas.0.gids.0.network", "10.0.0.0/99"), ("hcas.0.netdevs", "eth1"),
-    ("interfaces", {"lo": {}}), ("interfaces.0", "eth0"), ("interfaces.1.name", ""), ("interfaces.1.addresses", "10.0.0.1/24"), ("interfaces.1.addresses", [5, None]), ("interfaces.1.up", "up"), ("routes", "default"), ("routes.0", 5), ("routes.0.metric", "x"),
-    ("routes.0.destination", None), ("default_route", "mgmt0"), ("hostname_resolves_to", "10.0.0.1"), ("limits", []), ("limits.ephemeral_ports", 32768), ("limits.ephemeral_ports", ["a", "b"]), ("limits.imex", "up"), ("limits.imex.domain", "up"),
-    ("drivers", "nvidia"), ("drivers.nvidia", "580"), ("drivers.nvidia.driver", []), ("engines", []), ("engines.llamacpp", {}), ("engines.llamacpp", ["x"]), ("models", ["/models/glm"]), ("models./models/glm", "yes"), ("models./models/glm.exists", "yes"),
-    ("models./models/glm.bytes", "10"), ("models./models/glm.weight_bytes", []), ("models./models/glm.config", "x"), ("ports_in_use", 22), ("ports_in_use", ["ssh"]), ("ports_in_use", [70000]), ("ports_in_use", [None]), ("ports_in_use", [{"pid": 5}]), ("ports_in_use", [[22]]),
-    ("shards", []), ("shards", {"glm": "rank 0"}), ("shards", {"glm": {"rank": "0"}}), ("shards", {"glm": {"rank": -1}}), ("shards", {"glm": {"gpus": "x"}}), ("cordoned", "yes"), ("cordoned", True), ("host", "n1"), ("host.python", "/usr/bin/python3"),
-    ("host.service_manager", ["systemd"]), ("topology", []), ("topology.gpu_hca", []), ("topology.gpu_hca", {"x": 5}),
+    ("gpus", "x"),
+    ("gpus", {"a": 1}),
+    ("gpus.0", None),
+    ("gpus.0", "GPU"),
+    ("gpus.0.memory", []),
+    ("gpus.0.memory.total_mib", "81559"),
+    ("gpus.0.memory.total_mib", -1),
+    ("gpus.0.uuid", ["x"]),
+    ("gpus.0.uuid", "a,b"),
+    ("gpus.0.uuid", "a\nb"),
+    ("gpus.1.uuid", "GPU-0001-0000"),
+    ("gpus.0.index", "0"),
+    ("gpus.0.index", 1.5),
+    ("gpus.0.health", "ok"),
+    ("gpus.0.health.reasons", "x"),
+    ("gpus.0.processes", {}),
+    ("gpus.0.processes", [5]),
+    ("gpus.0.processes", [{"used_mib": "9"}]),
+    ("gpus.0.partition", True),
+    ("gpus.0.interconnect_domain", "nvl"),
+    ("gpus.0.model", {"name": "x"}),
+    ("gpus.0.compute_capability", [9, 0]),
+    ("hcas", "mlx5_0"),
+    ("hcas.0", 5),
+    ("hcas.0.name", None),
+    ("hcas.0.name", 5.5j),
+    ("hcas.0.port", "1"),
+    ("hcas.0.usable", "yes"),
+    ("hcas.0.fabrics", "ib:x"),
+    ("hcas.0.gids", {}),
+    ("hcas.0.gids.0", "x"),
+    ("hcas.0.gids.0.index", None),
+    ("hcas.0.gids.0.index", "3"),
+    ("hcas.0.gids.0.address", "x"),
+    ("hcas.0.gids.0.network", "10.0.0.0/99"),
+    ("hcas.0.netdevs", "eth1"),
+    ("interfaces", {"lo": {}}),
+    ("interfaces.0", "eth0"),
+    ("interfaces.1.name", ""),
+    ("interfaces.1.addresses", "10.0.0.1/24"),
+    ("interfaces.1.addresses", [5, None]),
+    ("interfaces.1.up", "up"),
+    ("routes", "default"),
+    ("routes.0", 5),
+    ("routes.0.metric", "x"),
+    ("routes.0.destination", None),
+    ("default_route", "mgmt0"),
+    ("hostname_resolves_to", "10.0.0.1"),
+    ("limits", []),
+    ("limits.ephemeral_ports", 32768),
+    ("limits.ephemeral_ports", ["a", "b"]),
+    ("limits.imex", "up"),
+    ("limits.imex.domain", "up"),
+    ("drivers", "nvidia"),
+    ("drivers.nvidia", "580"),
+    ("drivers.nvidia.driver", []),
+    ("engines", []),
+    ("engines.llamacpp", {}),
+    ("engines.llamacpp", ["x"]),
+    ("models", ["/models/glm"]),
+    ("models./models/glm", "yes"),
+    ("models./models/glm.exists", "yes"),
+    ("models./models/glm.bytes", "10"),
+    ("models./models/glm.weight_bytes", []),
+    ("models./models/glm.config", "x"),
+    ("ports_in_use", 22),
+    ("ports_in_use", ["ssh"]),
+    ("ports_in_use", [70000]),
+    ("ports_in_use", [None]),
+    ("ports_in_use", [{"pid": 5}]),
+    ("ports_in_use", [[22]]),
+    ("shards", []),
+    ("shards", {"glm": "rank 0"}),
+    ("shards", {"glm": {"rank": "0"}}),
+    ("shards", {"glm": {"rank": -1}}),
+    ("shards", {"glm": {"gpus": "x"}}),
+    ("cordoned", "yes"),
+    ("cordoned", True),
+    ("host", "n1"),
+    ("host.python", "/usr/bin/python3"),
+    ("host.service_manager", ["systemd"]),
+    ("topology", []),
+    ("topology.gpu_hca", []),
+    ("topology.gpu_hca", {"x": 5}),
 ]
 
 
@@ -111,7 +213,21 @@ def test_a_fact_of_another_type_is_a_fault_that_names_host_and_key(path: str, va
     assert keys and all(key.startswith(wanted.replace("!", "")) for key in keys), found
 
 
-@pytest.mark.parametrize("change", [{"name": "a", "path": None}, {"path": "llama-server"}, {"env": {"A B": "x"}}, {"env": {"A": "x\ny"}}, {"env": ["A=1"]}, {"devices": "CUDA0"}, {"devices": []}, {"problems": ["it is gone"]}, {"problems": "x"}, {"paths": []}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": "a", "path": None},
+        {"path": "llama-server"},
+        {"env": {"A B": "x"}},
+        {"env": {"A": "x\ny"}},
+        {"env": ["A=1"]},
+        {"devices": "CUDA0"},
+        {"devices": []},
+        {"problems": ["it is gone"]},
+        {"problems": "x"},
+        {"paths": []},
+    ],
+)
 def test_a_build_that_cannot_be_used(change: dict[str, Any]) -> None:
     wanted = profile(engine="llamacpp", **ONE)
     found = faults({"n1": node(1, engines={"llamacpp": [facts.build(**change)]})}, wanted)
@@ -119,6 +235,7 @@ def test_a_build_that_cannot_be_used(change: dict[str, Any]) -> None:
 
 
 # ---- hosts and ranks
+
 
 def test_too_few_hosts_and_too_few_gpus() -> None:
     assert faults({"n1": node(1)}) == [(None, "replica_hosts")]
@@ -132,24 +249,36 @@ def test_hosts_in_natural_order_of_names() -> None:
     assert ranks(good({name: node(number) for number, name in enumerate(("n10", "n9", "n", "n2"), 1)}, profile(pp=4, nodes=4))) == ["n", "n2", "n9", "n10"]
 
 
-@pytest.mark.parametrize(("current", "inputs", "leader", "wanted"), [
-    ({}, {}, None, ["n1", "n2", "n3"]),
-    ({"n1": 2, "n2": 0, "n3": 1}, {}, None, ["n2", "n3", "n1"]),
-    ({"n3": 0}, {}, None, ["n3", "n1", "n2"]),
-    ({"n2": 0, "n3": 0}, {}, None, ["n2", "n1", "n3"]),
-    ({"n1": 0, "n2": 1, "n3": 2}, {"n3": {"rank": 0}}, None, ["n3", "n2", "n1"]),
-    ({"n1": 0}, {}, "n2", ["n2", "n1", "n3"]),
-    ({"n1": 7}, {"n2": {"rank": "2"}}, "n3", ["n3", "n1", "n2"]),
-])
+@pytest.mark.parametrize(
+    ("current", "inputs", "leader", "wanted"),
+    [
+        ({}, {}, None, ["n1", "n2", "n3"]),
+        ({"n1": 2, "n2": 0, "n3": 1}, {}, None, ["n2", "n3", "n1"]),
+        ({"n3": 0}, {}, None, ["n3", "n1", "n2"]),
+        ({"n2": 0, "n3": 0}, {}, None, ["n2", "n1", "n3"]),
+        ({"n1": 0, "n2": 1, "n3": 2}, {"n3": {"rank": 0}}, None, ["n3", "n2", "n1"]),
+        ({"n1": 0}, {}, "n2", ["n2", "n1", "n3"]),
+        ({"n1": 7}, {"n2": {"rank": "2"}}, "n3", ["n3", "n1", "n2"]),
+    ],
+)
 def test_ranks_are_stated_then_sticky_then_natural(current: dict[str, int], inputs: dict[str, Any], leader: str | None, wanted: list[str]) -> None:
     found = {name: node(int(name[1]), shards={"glm": shard(current[name], 3)} if name in current else {}) for name in ("n1", "n2", "n3")}
     assert ranks(good(found, profile(pp=3, nodes=3), {"replica_leader": leader}, inputs)) == wanted
 
 
-@pytest.mark.parametrize(("inputs", "leader", "host", "field"), [
-    ({"n1": {"rank": 0}, "n2": {"rank": 0}}, None, "n2", "replica_leader"), ({"n1": {"rank": 1}, "n2": {"rank": 1}}, None, "n2", "replica_rank"), ({"n1": {"rank": 0}}, "n2", "n2", "replica_leader"),
-    ({"n1": {"rank": 1}}, "n1", "n1", "replica_rank"), ({"n1": {"rank": 2}}, None, "n1", "replica_rank"), ({"n1": {"rank": "x"}}, None, "n1", "replica_rank"), ({"n1": {"rank": -1}}, None, "n1", "replica_rank"), ({"n1": {"rank": [0]}}, None, "n1", "replica_rank"),
-])
+@pytest.mark.parametrize(
+    ("inputs", "leader", "host", "field"),
+    [
+        ({"n1": {"rank": 0}, "n2": {"rank": 0}}, None, "n2", "replica_leader"),
+        ({"n1": {"rank": 1}, "n2": {"rank": 1}}, None, "n2", "replica_rank"),
+        ({"n1": {"rank": 0}}, "n2", "n2", "replica_leader"),
+        ({"n1": {"rank": 1}}, "n1", "n1", "replica_rank"),
+        ({"n1": {"rank": 2}}, None, "n1", "replica_rank"),
+        ({"n1": {"rank": "x"}}, None, "n1", "replica_rank"),
+        ({"n1": {"rank": -1}}, None, "n1", "replica_rank"),
+        ({"n1": {"rank": [0]}}, None, "n1", "replica_rank"),
+    ],
+)
 def test_ranks_that_contradict_each_other(inputs: dict[str, Any], leader: str | None, host: str, field: str) -> None:
     assert faults(inputs=inputs, options={"replica_leader": leader}) == [(host, field)]
 
@@ -160,14 +289,20 @@ def test_a_pool_gives_the_hosts_that_fit_and_says_why_not_the_others() -> None:
     pool["n2"] = changed(pool["n2"], "gpus.0.processes", [{"pid": 7, "used_mib": 900, "kind": "compute", "name": "python", "user": "bob", "shard": None}])
     found = good(pool)
     assert ranks(found) == ["n3", "n4"] and set(found["not_chosen"]) == {"n1", "n2", "n5"} and found["leaving"] == []
-    assert "cordoned by ann: fan" in found["not_chosen"]["n1"] and "pid 7 python of bob (900 MiB)" in found["not_chosen"]["n2"] and "not needed" in found["not_chosen"]["n5"]
+    assert (
+        "cordoned by ann: fan" in found["not_chosen"]["n1"]
+        and "pid 7 python of bob (900 MiB)" in found["not_chosen"]["n2"]
+        and "not needed" in found["not_chosen"]["n5"]
+    )
     assert [host for host, field in faults({name: pool[name] for name in ("n1", "n2", "n3")})] == [None, "n1", "n2"]
 
 
 def test_a_pool_with_kinds_that_may_be_meant_apart_is_not_guessed() -> None:
     pool = {**hosts(2), **{f"a{number}": node(number + 10, **{}) for number in (1, 2)}}
     for name in ("a1", "a2"):
-        pool[name]["gpus"] = [gpu(int(name[1]) + 10, index, **{"model": "NVIDIA A100-SXM4-40GB", "total_mib": 40960, "capability": "8.0"}) for index in range(8)]
+        pool[name]["gpus"] = [
+            gpu(int(name[1]) + 10, index, **{"model": "NVIDIA A100-SXM4-40GB", "total_mib": 40960, "capability": "8.0"}) for index in range(8)
+        ]
     assert faults(pool) == [(None, "replica_hosts")]
     assert ranks(good(pool, profile(gpu_class="a100"))) == ["a1", "a2"] and ranks(good(pool, profile(gpu_class="H100"))) == ["n1", "n2"]
     assert good(pool, profile(gpu_class="A100"))["pool"] == "A100" and good(hosts())["pool"] == "NVIDIA H100 80GB HBM3"
@@ -207,30 +342,63 @@ def test_staying_is_preferred_to_the_natural_order() -> None:
 
 # ---- GPUs
 
-@pytest.mark.parametrize(("model", "gpu_class", "fits"), [
-    ("NVIDIA H100 80GB HBM3", "H100", True), ("NVIDIA H100 80GB HBM3", "h100 80gb", True), ("NVIDIA H100 80GB HBM3", "nvidia h100", True), ("NVIDIA A100-SXM4-80GB", "A10", False), ("NVIDIA A10", "A100", False), ("NVIDIA A10G", "A10", False),
-    ("NVIDIA A100-SXM4-80GB", "a100 sxm4", True), ("NVIDIA GH200 480GB", "H200", False), (None, "H100", False), ("NVIDIA L4", "L4.", False), ("NVIDIA RTX PRO 6000 (x)", "6000 (x", True),
-])
+
+@pytest.mark.parametrize(
+    ("model", "gpu_class", "fits"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100", True),
+        ("NVIDIA H100 80GB HBM3", "h100 80gb", True),
+        ("NVIDIA H100 80GB HBM3", "nvidia h100", True),
+        ("NVIDIA A100-SXM4-80GB", "A10", False),
+        ("NVIDIA A10", "A100", False),
+        ("NVIDIA A10G", "A10", False),
+        ("NVIDIA A100-SXM4-80GB", "a100 sxm4", True),
+        ("NVIDIA GH200 480GB", "H200", False),
+        (None, "H100", False),
+        ("NVIDIA L4", "L4.", False),
+        ("NVIDIA RTX PRO 6000 (x)", "6000 (x", True),
+    ],
+)
 def test_classes_of_gpus(model: str | None, gpu_class: str, fits: bool) -> None:
     assert of_class({"model": model}, gpu_class) is fits
 
 
-@pytest.mark.parametrize(("change", "reason"), [
-    ({"uuid": None}, "cannot be identified"), ({"health": {"state": "lost", "reasons": ["fell off the bus"]}}, "is lost: fell off the bus"), ({"health": {"state": "not_permitted"}}, "is not_permitted"), ({"health": {"state": "unhealthy"}}, "is unhealthy"),
-    ({"partition": {"kind": "mig"}}, "MIG"), ({"partition": {"kind": None, "mode_current": True}}, "MIG"), ({"compute_mode": "prohibited"}, "prohibited"), ({"model": "NVIDIA T400"}, "is no H100: NVIDIA T400"),
-    ({"processes": [{"pid": 5, "used_mib": None, "kind": "compute"}]}, "pid 5  of unknown user (unknown memory)"), ({"processes": [{"pid": 5, "used_mib": 65, "kind": "graphics", "name": "Xorg", "user": "root"}]}, "pid 5 Xorg of root (65 MiB)"),
-    ({"processes": [{"pid": 5, "used_mib": 900, "kind": "compute", "shard": "other/0"}]}, "shard other/0 (pid 5, 900 MiB)"), ({"processes": [{"pid": 5, "used_mib": 900, "kind": "compute", "shard": "glm-2/0"}]}, "shard glm-2/0"),
-    ({"memory": {"total_mib": 81559, "unattributed_mib": 70000}}, "70000 MiB held by processes that the host does not list"),
-])
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"uuid": None}, "cannot be identified"),
+        ({"health": {"state": "lost", "reasons": ["fell off the bus"]}}, "is lost: fell off the bus"),
+        ({"health": {"state": "not_permitted"}}, "is not_permitted"),
+        ({"health": {"state": "unhealthy"}}, "is unhealthy"),
+        ({"partition": {"kind": "mig"}}, "MIG"),
+        ({"partition": {"kind": None, "mode_current": True}}, "MIG"),
+        ({"compute_mode": "prohibited"}, "prohibited"),
+        ({"model": "NVIDIA T400"}, "is no H100: NVIDIA T400"),
+        ({"processes": [{"pid": 5, "used_mib": None, "kind": "compute"}]}, "pid 5  of unknown user (unknown memory)"),
+        ({"processes": [{"pid": 5, "used_mib": 65, "kind": "graphics", "name": "Xorg", "user": "root"}]}, "pid 5 Xorg of root (65 MiB)"),
+        ({"processes": [{"pid": 5, "used_mib": 900, "kind": "compute", "shard": "other/0"}]}, "shard other/0 (pid 5, 900 MiB)"),
+        ({"processes": [{"pid": 5, "used_mib": 900, "kind": "compute", "shard": "glm-2/0"}]}, "shard glm-2/0"),
+        ({"memory": {"total_mib": 81559, "unattributed_mib": 70000}}, "70000 MiB held by processes that the host does not list"),
+    ],
+)
 def test_gpus_that_cannot_be_given(change: dict[str, Any], reason: str) -> None:
     found = plan({"n1": {**node(1), "gpus": [gpu(1, 0), {**gpu(1, 1), **change}]}}, profile(**ONE, gpu_class="H100"))
     assert [(fault["host"], fault["field"]) for fault in found["faults"]] == [("n1", "gpus")] and reason in found["faults"][0]["seen"]
 
 
-@pytest.mark.parametrize("change", [
-    {"processes": [{"pid": 5, "used_mib": 64, "kind": "compute"}]}, {"processes": [{"pid": 5, "used_mib": None, "kind": "graphics"}]}, {"processes": [{"pid": 5, "used_mib": 70000, "kind": "compute", "shard": "glm/0"}]},
-    {"health": {"state": "warning", "reasons": ["x"]}}, {"health": {}}, {"memory": {"total_mib": 81559, "unattributed_mib": 600}}, {"memory": {"total_mib": 81559, "unattributed_mib": None}}, {"compute_capability": None},
-])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"processes": [{"pid": 5, "used_mib": 64, "kind": "compute"}]},
+        {"processes": [{"pid": 5, "used_mib": None, "kind": "graphics"}]},
+        {"processes": [{"pid": 5, "used_mib": 70000, "kind": "compute", "shard": "glm/0"}]},
+        {"health": {"state": "warning", "reasons": ["x"]}},
+        {"health": {}},
+        {"memory": {"total_mib": 81559, "unattributed_mib": 600}},
+        {"memory": {"total_mib": 81559, "unattributed_mib": None}},
+        {"compute_capability": None},
+    ],
+)
 def test_gpus_that_can(change: dict[str, Any]) -> None:
     good({"n1": {**node(1), "gpus": [gpu(1, 0), {**gpu(1, 1), **change}]}}, profile(**ONE))
 
@@ -249,7 +417,9 @@ def test_the_gpus_of_a_replica_are_of_one_type() -> None:
     assert [(fault["host"], fault["rank"], fault["field"]) for fault in found["faults"]] == [("n2", 1, "gpus")] and "96000 MiB" in found["faults"][0]["seen"]
     mixed["gpus"][3] = gpu(2, 3, capability=None)
     let_through = good({"n1": node(1), "n2": mixed})
-    assert [(warning["host"], warning["field"]) for warning in let_through["warnings"]] == [("n2", "gpus")] and "capability unknown" in let_through["warnings"][0]["seen"]
+    assert [(warning["host"], warning["field"]) for warning in let_through["warnings"]] == [("n2", "gpus")] and "capability unknown" in let_through["warnings"][
+        0
+    ]["seen"]
     assert not good(changed_all(hosts(), "compute_capability", None))["warnings"]
 
 
@@ -281,14 +451,20 @@ def test_a_driver_that_does_not_work_is_said(state: str) -> None:
 
 # ---- addresses
 
-@pytest.mark.parametrize(("change", "inputs", "address", "interface"), [
-    ({}, {}, "10.0.0.1", "mgmt0"),
-    ({}, {"address": "127.0.0.7"}, "127.0.0.7", "lo"),
-    ({"interfaces.1.addresses": ["10.0.0.1/24", "fd00::1/64"]}, {"management": "fd00::/64"}, "fd00::1", "mgmt0"),
-    ({}, {"management": "10.0.0.0/16"}, "10.0.0.1", "mgmt0"), ({}, {"management": "mgmt0"}, "10.0.0.1", "mgmt0"),
-    ({"default_route": None}, {}, "10.0.0.1", "mgmt0"), ({"default_route": {"interface": "nowhere"}}, {}, "10.0.0.1", "mgmt0"),
-    ({"interfaces": [{"name": "lo", "up": True, "addresses": ["127.0.0.1/8"]}]}, {}, "127.0.0.1", "lo"),
-])
+
+@pytest.mark.parametrize(
+    ("change", "inputs", "address", "interface"),
+    [
+        ({}, {}, "10.0.0.1", "mgmt0"),
+        ({}, {"address": "127.0.0.7"}, "127.0.0.7", "lo"),
+        ({"interfaces.1.addresses": ["10.0.0.1/24", "fd00::1/64"]}, {"management": "fd00::/64"}, "fd00::1", "mgmt0"),
+        ({}, {"management": "10.0.0.0/16"}, "10.0.0.1", "mgmt0"),
+        ({}, {"management": "mgmt0"}, "10.0.0.1", "mgmt0"),
+        ({"default_route": None}, {}, "10.0.0.1", "mgmt0"),
+        ({"default_route": {"interface": "nowhere"}}, {}, "10.0.0.1", "mgmt0"),
+        ({"interfaces": [{"name": "lo", "up": True, "addresses": ["127.0.0.1/8"]}]}, {}, "127.0.0.1", "lo"),
+    ],
+)
 def test_where_one_node_is_reached(change: dict[str, Any], inputs: dict[str, Any], address: str, interface: str) -> None:
     found = node(1, gpus=2)
     for path, value in change.items():
@@ -296,15 +472,35 @@ def test_where_one_node_is_reached(change: dict[str, Any], inputs: dict[str, Any
     shard_plan = good({"n1": found}, profile(**ONE), inputs={"n1": inputs})["shards"]["n1"]
     assert (shard_plan["address"], shard_plan["interface"]) == (address, interface)
     variables = shard_plan["launches"][-1]["env"]
-    assert variables["NCCL_SOCKET_IFNAME"] == "=" + interface and variables["GLOO_SOCKET_IFNAME"] == variables["TP_SOCKET_IFNAME"] == interface and variables["VLLM_HOST_IP"] == address
+    assert (
+        variables["NCCL_SOCKET_IFNAME"] == "=" + interface
+        and variables["GLOO_SOCKET_IFNAME"] == variables["TP_SOCKET_IFNAME"] == interface
+        and variables["VLLM_HOST_IP"] == address
+    )
 
 
-@pytest.mark.parametrize(("change", "inputs", "field"), [
-    ({}, {"address": "10.0.0.9"}, "replica_address"), ({}, {"address": "n1"}, "replica_address"), ({"interfaces.1.up": False}, {"address": "10.0.0.1"}, "replica_address"), ({"interfaces.1.addresses": ["fe80::1/64"]}, {"address": "fe80::1"}, "replica_address"),
-    ({}, {"management": "10.9.0.0/16"}, "replica_management"), ({}, {"management": "eth"}, "replica_management"), ({"interfaces.1.up": False}, {"management": "mgmt0"}, "replica_management"),
-    ({"interfaces.1.addresses": ["10.0.0.1/24", "10.0.0.2/24"]}, {"management": "mgmt0"}, "replica_management"), ({"interfaces.1.addresses": ["10.0.0.1/24", "10.0.0.2/24"]}, {"management": "10.0.0.0/24"}, "replica_management"),
-    ({"default_route": None, "interfaces": [{"name": name, "up": True, "addresses": [address]} for name, address in (("a", "10.0.0.1/24"), ("b", "10.1.0.1/24"))]}, {}, "replica_management"),
-])
+@pytest.mark.parametrize(
+    ("change", "inputs", "field"),
+    [
+        ({}, {"address": "10.0.0.9"}, "replica_address"),
+        ({}, {"address": "n1"}, "replica_address"),
+        ({"interfaces.1.up": False}, {"address": "10.0.0.1"}, "replica_address"),
+        ({"interfaces.1.addresses": ["fe80::1/64"]}, {"address": "fe80::1"}, "replica_address"),
+        ({}, {"management": "10.9.0.0/16"}, "replica_management"),
+        ({}, {"management": "eth"}, "replica_management"),
+        ({"interfaces.1.up": False}, {"management": "mgmt0"}, "replica_management"),
+        ({"interfaces.1.addresses": ["10.0.0.1/24", "10.0.0.2/24"]}, {"management": "mgmt0"}, "replica_management"),
+        ({"interfaces.1.addresses": ["10.0.0.1/24", "10.0.0.2/24"]}, {"management": "10.0.0.0/24"}, "replica_management"),
+        (
+            {
+                "default_route": None,
+                "interfaces": [{"name": name, "up": True, "addresses": [address]} for name, address in (("a", "10.0.0.1/24"), ("b", "10.1.0.1/24"))],
+            },
+            {},
+            "replica_management",
+        ),
+    ],
+)
 def test_addresses_that_cannot_be_meant(change: dict[str, Any], inputs: dict[str, Any], field: str) -> None:
     found = node(1, gpus=2)
     for path, value in change.items():
@@ -312,9 +508,20 @@ def test_addresses_that_cannot_be_meant(change: dict[str, Any], inputs: dict[str
     assert faults({"n1": found}, profile(**ONE), inputs={"n1": inputs}) == [("n1", field)]
 
 
-@pytest.mark.parametrize("interface", [
-    {"name": "docker0"}, {"name": "veth12"}, {"name": "usb0"}, {"name": "eth9", "up": False}, {"name": "eth9", "carrier": False}, {"name": "eth9", "master": "bond0"}, {"name": "eth9", "addresses": ["169.254.3.4/16"]}, {"name": "eth9", "addresses": []}, {"name": "eth9", "addresses": ["x"]},
-])
+@pytest.mark.parametrize(
+    "interface",
+    [
+        {"name": "docker0"},
+        {"name": "veth12"},
+        {"name": "usb0"},
+        {"name": "eth9", "up": False},
+        {"name": "eth9", "carrier": False},
+        {"name": "eth9", "master": "bond0"},
+        {"name": "eth9", "addresses": ["169.254.3.4/16"]},
+        {"name": "eth9", "addresses": []},
+        {"name": "eth9", "addresses": ["x"]},
+    ],
+)
 def test_interfaces_that_lead_to_no_other_host_are_no_choice(interface: dict[str, Any]) -> None:
     found = node(1, gpus=2, default_route=None)
     found["interfaces"].append({"up": True, "addresses": ["10.5.0.1/24"], **interface})
@@ -324,7 +531,11 @@ def test_interfaces_that_lead_to_no_other_host_are_no_choice(interface: dict[str
 def two_nics(number: int) -> dict[str, Any]:
     found = node(number)
     found["interfaces"].append({"name": "data0", "up": True, "addresses": [f"10.8.{number}.1/24"]})
-    found["routes"] = [{"destination": "default", "interface": "mgmt0", "metric": 100}, {"destination": "10.8.0.0/16", "interface": "data0", "metric": 0}, {"destination": "10.8.1.1", "interface": "data0"}]
+    found["routes"] = [
+        {"destination": "default", "interface": "mgmt0", "metric": 100},
+        {"destination": "10.8.0.0/16", "interface": "data0", "metric": 0},
+        {"destination": "10.8.1.1", "interface": "data0"},
+    ]
     return found
 
 
@@ -339,12 +550,18 @@ def test_the_others_interface_leads_to_the_leader() -> None:
 def test_a_name_that_resolves_to_loopback_is_said_and_ipv6_is_written_in_brackets() -> None:
     found = good({"n1": node(1), "n2": node(2, hostname_resolves_to=["127.0.1.1"])})
     assert [(warning["host"], warning["field"]) for warning in found["warnings"]] == [("n2", "hostname_resolves_to")]
-    six = {name: changed(changed(node(number), "interfaces.1.addresses", [f"fd00::{number}/64"]), "routes", [{"destination": "fd00::/64", "interface": "mgmt0"}]) for number, name in ((1, "n1"), (2, "n2"))}
+    six = {
+        name: changed(changed(node(number), "interfaces.1.addresses", [f"fd00::{number}/64"]), "routes", [{"destination": "fd00::/64", "interface": "mgmt0"}])
+        for number, name in ((1, "n1"), (2, "n2"))
+    }
     found = good(six)
     assert found["leader"]["url"] == "http://[fd00::1]:8000" and env(found, "n2")["NCCL_SOCKET_FAMILY"] == "AF_INET6"
 
 
-@pytest.mark.parametrize(("host", "url"), [("0.0.0.0", "http://10.0.0.1:8000"), ("::", "http://10.0.0.1:8000"), ("127.0.0.1", "http://127.0.0.1:8000"), ("10.0.0.1", "http://10.0.0.1:8000")])
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [("0.0.0.0", "http://10.0.0.1:8000"), ("::", "http://10.0.0.1:8000"), ("127.0.0.1", "http://127.0.0.1:8000"), ("10.0.0.1", "http://10.0.0.1:8000")],
+)
 def test_where_the_server_listens(host: str, url: str) -> None:
     found = good(options={"replica_http_host": host})
     assert found["leader"]["url"] == url and host in found["shards"]["n1"]["launches"][-1]["args"]
@@ -352,14 +569,27 @@ def test_where_the_server_listens(host: str, url: str) -> None:
 
 # ---- ports
 
+
 def entry(port: int, **more: Any) -> dict[str, Any]:
     return {"port": port, "address": "0.0.0.0", "pid": 77, "process": "nginx", "shard": None, "listening": True, **more}
 
 
-@pytest.mark.parametrize("used", [[8000], [entry(8000)], [entry(8000, address=None, pid=None)], [entry(8000, address="10.0.0.1")], [entry(8000, address="::")], [entry(8000, address="::ffff:10.0.0.1")], [entry(8000, shard="other/0")], [entry(8000, address="*")]])
+@pytest.mark.parametrize(
+    "used",
+    [
+        [8000],
+        [entry(8000)],
+        [entry(8000, address=None, pid=None)],
+        [entry(8000, address="10.0.0.1")],
+        [entry(8000, address="::")],
+        [entry(8000, address="::ffff:10.0.0.1")],
+        [entry(8000, shard="other/0")],
+        [entry(8000, address="*")],
+    ],
+)
 def test_a_port_that_is_taken(used: list[Any]) -> None:
     assert faults({"n1": node(1, ports_in_use=used), "n2": node(2)}) == [("n1", "ports_in_use")]
-    good({"n1": node(1), "n2": node(2, ports_in_use=used)})             # only rank 0 serves HTTP
+    good({"n1": node(1), "n2": node(2, ports_in_use=used)})  # only rank 0 serves HTTP
 
 
 @pytest.mark.parametrize("used", [[entry(8000, address="10.9.9.9")], [entry(8000, shard="glm/0")], [entry(8001)], [entry(8000, pid=None, listening=False)]])
@@ -368,14 +598,22 @@ def test_a_port_that_is_free_or_our_own(used: list[Any]) -> None:
 
 
 def test_the_leader_port_is_free_everywhere_and_stays() -> None:
-    assert good({"n1": node(1, ports_in_use=[29500, 29501]), "n2": node(2, ports_in_use=[29502], shards={"other": shard(1, leader_port=29503, http_port=29504)})})["leader"]["port"] == 29505
-    pool = {f"n{number}": node(number, shards={"glm": shard(number - 1, leader_port=29777)}, ports_in_use=[entry(29777, shard="glm/%d" % (number - 1))]) for number in (1, 2)}
+    assert (
+        good({"n1": node(1, ports_in_use=[29500, 29501]), "n2": node(2, ports_in_use=[29502], shards={"other": shard(1, leader_port=29503, http_port=29504)})})[
+            "leader"
+        ]["port"]
+        == 29505
+    )
+    pool = {
+        f"n{number}": node(number, shards={"glm": shard(number - 1, leader_port=29777)}, ports_in_use=[entry(29777, shard="glm/%d" % (number - 1))])
+        for number in (1, 2)
+    }
     assert good(pool)["leader"]["port"] == 29777
     pool["n2"]["ports_in_use"] = [entry(29777)]
     assert good(pool)["leader"]["port"] == 29500
     pool["n1"]["ports_in_use"] = [entry(29777, pid=None, listening=False)]
     pool["n2"]["ports_in_use"] = []
-    assert good(pool)["leader"]["port"] == 29777                       # bound by our own engine while it loads
+    assert good(pool)["leader"]["port"] == 29777  # bound by our own engine while it loads
     assert faults({"n1": node(1, ports_in_use=list(range(29500, 30000))), "n2": node(2)})[0] == (None, "replica_leader_port")
     assert faults({"n1": node(1, ports_in_use=[29600]), "n2": node(2)}, options={"replica_leader_port": 29600}) == [("n1", "ports_in_use")]
 
@@ -388,7 +626,7 @@ def test_several_replicas_on_one_host_do_not_collide() -> None:
     second = good(pool, wanted, {"replica_http_port": 8001})
     assert second["leader"]["port"] == 29501 and second["shards"]["n1"]["gpus"] == [f"GPU-0001-{index:04d}" for index in range(4, 8)]
     assert faults(pool, wanted, {"replica_http_port": 8001, "replica_leader_port": 29500}) == [("n1", "ports_in_use")]
-    assert good(pool, wanted, {"replica_leader": "n2"})["leader"]["url"] == "http://10.0.0.2:8000"     # the first replica's rank 1 does not listen there
+    assert good(pool, wanted, {"replica_leader": "n2"})["leader"]["url"] == "http://10.0.0.2:8000"  # the first replica's rank 1 does not listen there
 
 
 def test_a_port_of_the_ephemeral_range_is_said() -> None:
@@ -399,7 +637,16 @@ def test_a_port_of_the_ephemeral_range_is_said() -> None:
 
 # ---- the model
 
-@pytest.mark.parametrize(("change", "field"), [({"exists": False}, "model_path"), ({"readable": False, "error": "closed to others"}, "model_path"), ({"bytes": 5}, "model_path"), ({"files": 9}, "model_path")])
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"exists": False}, "model_path"),
+        ({"readable": False, "error": "closed to others"}, "model_path"),
+        ({"bytes": 5}, "model_path"),
+        ({"files": 9}, "model_path"),
+    ],
+)
 def test_models_that_cannot_be_loaded(change: dict[str, Any], field: str) -> None:
     found = changed(node(2), "models", {"/models/glm": {**node(2)["models"]["/models/glm"], **change}})
     assert faults({"n1": node(1), "n2": found}) == [("n2", field)]
@@ -410,9 +657,12 @@ def test_adapters_are_looked_for_on_every_rank_in_order() -> None:
     there = {path: {"exists": True, "readable": True} for path in ("/models/glm", "/a/z", "/a/a")}
     found = good({f"n{number}": node(number, models=there) for number in (1, 2)}, profile(adapters=adapters))
     args = found["shards"]["n1"]["launches"][-1]["args"]
-    assert args[args.index("--lora-modules") + 1:][:2] == ["z=/a/z", "a=/a/a"] and found["shards"]["n1"]["ready"]["expect_models"] == ["inline", "z", "a"]
+    assert args[args.index("--lora-modules") + 1 :][:2] == ["z=/a/z", "a=/a/a"] and found["shards"]["n1"]["ready"]["expect_models"] == ["inline", "z", "a"]
     del there["/a/a"]
-    assert [warning["field"] for warning in good({f"n{number}": node(number, models=there) for number in (1, 2)}, profile(adapters=adapters))["warnings"]] == ["adapters.a", "adapters.a"]
+    assert [warning["field"] for warning in good({f"n{number}": node(number, models=there) for number in (1, 2)}, profile(adapters=adapters))["warnings"]] == [
+        "adapters.a",
+        "adapters.a",
+    ]
     missing = {**there, "/a/a": {"exists": False}}
     assert faults({"n1": node(1, models=missing), "n2": node(2, models=there)}, profile(adapters=adapters)) == [("n1", "adapters.a")]
 
@@ -428,14 +678,32 @@ def test_attention_heads_divide_by_tp() -> None:
     good(configured({"num_attention_heads": 64}))
     assert faults(configured({"num_attention_heads": 60})) == [(None, "tp")]
     assert faults(configured({"text_config": {"num_attention_heads": 60}})) == [(None, "tp")]
-    for odd in ({"num_attention_heads": "60"}, {"num_attention_heads": None}, {"text_config": "x"}, {"quantization_config": "fp8"}, {"quantization_config": {"quant_method": 5}}, {}):
+    for odd in (
+        {"num_attention_heads": "60"},
+        {"num_attention_heads": None},
+        {"text_config": "x"},
+        {"quantization_config": "fp8"},
+        {"quantization_config": {"quant_method": 5}},
+        {},
+    ):
         good(configured(odd))
 
 
-@pytest.mark.parametrize(("capability", "wanted", "config", "ok"), [
-    ("8.0", {"quantization": "mxfp4"}, {}, True), ("7.5", {"quantization": "mxfp4"}, {}, False), ("7.5", {"args": ["-q", "mxfp4"]}, {}, False), ("7.5", {"args": ["--quantization=mxfp4"]}, {}, False), ("7.5", {"args": ["-qmxfp4"]}, {}, False),
-    ("7.5", {}, {"quantization_config": {"quant_method": "mxfp4"}}, False), (None, {"quantization": "mxfp4"}, {}, True), ("9", {"quantization": "mxfp4"}, {}, True), ("12.1", {"quantization": "nvfp4_per_token"}, {}, True), ("9.0", {"quantization": "NVFP4_per_token"}, {}, False),
-])
+@pytest.mark.parametrize(
+    ("capability", "wanted", "config", "ok"),
+    [
+        ("8.0", {"quantization": "mxfp4"}, {}, True),
+        ("7.5", {"quantization": "mxfp4"}, {}, False),
+        ("7.5", {"args": ["-q", "mxfp4"]}, {}, False),
+        ("7.5", {"args": ["--quantization=mxfp4"]}, {}, False),
+        ("7.5", {"args": ["-qmxfp4"]}, {}, False),
+        ("7.5", {}, {"quantization_config": {"quant_method": "mxfp4"}}, False),
+        (None, {"quantization": "mxfp4"}, {}, True),
+        ("9", {"quantization": "mxfp4"}, {}, True),
+        ("12.1", {"quantization": "nvfp4_per_token"}, {}, True),
+        ("9.0", {"quantization": "NVFP4_per_token"}, {}, False),
+    ],
+)
 def test_a_quantizations_minimum_against_every_gpu(capability: str | None, wanted: dict[str, Any], config: Any, ok: bool) -> None:
     found = plan(configured(config, capability), profile(**wanted))
     assert bool(found["shards"]) is ok and len(found["faults"]) == (0 if ok else 16)
@@ -443,7 +711,10 @@ def test_a_quantizations_minimum_against_every_gpu(capability: str | None, wante
     assert len(unknown) == (16 if capability in (None, "9") else 0)
 
 
-@pytest.mark.parametrize(("text", "value"), [("9.0", 90), ("12.1", 121), ("10.3", 103), ("9", None), ("", None), (None, None), ("9.0.1", None), ("²." + "0", None), ("9.10", None), ("x.y", None)])
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("9.0", 90), ("12.1", 121), ("10.3", 103), ("9", None), ("", None), (None, None), ("9.0.1", None), ("²." + "0", None), ("9.10", None), ("x.y", None)],
+)
 def test_capabilities(text: str | None, value: int | None) -> None:
     assert quantization.capability(text) == value
     assert value is None or quantization.written(value) == text
@@ -455,16 +726,44 @@ def test_the_expected_memory() -> None:
         for found in pool.values():
             found["models"]["/models/glm"]["weight_bytes"] = weight_bytes
         return int(good(pool, profile(**more))["shards"]["n1"]["gpu_details"][0]["expected_mib"])
+
     assert expected(None) == expected(0) == expected(1000) == 1024
     assert expected(160 * 1024**3) == 8192 and expected(160 * 1024**3, gpu_memory_min_mib=500) == 500
     assert {name for _host, name in faults(wanted=profile(gpu_memory_min_mib=90000))} == {"gpu_memory_min_mib"}
     pool = hosts()
     for found in pool.values():
         found["models"]["/models/glm"]["weight_bytes"] = 2 * 1024**4
-    assert len(good(pool)["warnings"]) == 16
+    refused = [fault for fault in plan(pool)["faults"] if fault["field"] == "gpu_memory"]
+    assert len(refused) == 16 and "131072 MiB (weights 131072)" in refused[0]["wanted"] and refused[0]["rank"] == 0
+    assert len(good(pool, profile(allow_memory_overcommit=True))["warnings"]) == 16, "let through by the operator, and said"
+
+
+@pytest.mark.parametrize(
+    ("engine", "args", "fits"),
+    [
+        ("vllm", ["--max-model-len", "8k"], True),
+        ("vllm", ["--max_model_len=1M"], False),
+        ("vllm", ["--max-model-len", "auto"], True),
+        ("sglang", ["--context-length", "1048576"], False),
+        ("llamacpp", ["-c", "1048576"], True),
+        ("llamacpp", ["-c", "16777216"], False),
+        ("llamacpp", ["-c", "16777216", "-ctk", "q4_0"], True),
+    ],
+)
+def test_the_cache_at_the_asked_length_must_fit_too(engine: str, args: list[str], fits: bool) -> None:
+    """One sequence of the asked length is counted, as the engine's own option spells it."""
+    pool = {"n1": node(1, engines={engine: [facts.build()]})}
+    pool["n1"]["models"]["/models/glm"].update(
+        weight_bytes=40 * 1024**3, config={"num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "hidden_size": 8192}
+    )
+    found = plan(pool, profile(engine=engine, **ONE, args=args))
+    assert ([fault["field"] for fault in found["faults"]] == []) is fits, found["faults"]
+    if not fits:
+        assert "KV cache" in found["faults"][0]["wanted"]
 
 
 # ---- builds and services
+
 
 def test_one_build_is_taken_and_several_need_a_name() -> None:
     wanted = {"engine": "llamacpp", **ONE}
@@ -477,7 +776,14 @@ def test_one_build_is_taken_and_several_need_a_name() -> None:
     assert "check_engines" in with_fault(found, "n1", "engines.llamacpp")["hint"]
 
 
-@pytest.mark.parametrize(("path", "value", "field"), [("engines.llamacpp.0.fingerprint", "other", "engines.llamacpp.fingerprint"), ("engines.llamacpp.0.version", "0.5", "engines.llamacpp.version"), ("drivers.nvidia.driver", "570.1", "drivers.nvidia.driver")])
+@pytest.mark.parametrize(
+    ("path", "value", "field"),
+    [
+        ("engines.llamacpp.0.fingerprint", "other", "engines.llamacpp.fingerprint"),
+        ("engines.llamacpp.0.version", "0.5", "engines.llamacpp.version"),
+        ("drivers.nvidia.driver", "570.1", "drivers.nvidia.driver"),
+    ],
+)
 def test_what_must_be_equal_on_all_ranks(path: str, value: str, field: str) -> None:
     assert faults({"n1": node(1), "n2": changed(node(2), path, value)}, profile(engine="llamacpp")) == [("n2", field)]
 
@@ -495,13 +801,23 @@ def test_service_managers_and_users() -> None:
 
 # ---- launches
 
+
 def test_the_leader_serves_and_only_it_has_the_key() -> None:
     found = good(key_digest="d" * 64)
     leader, other = (found["shards"][host] for host in ("n1", "n2"))
     assert leader["serves_http"] and not other["serves_http"] and leader["ready"]["url"] == "http://10.0.0.1:8000" and other["ready"]["url"] is None
-    assert leader["secrets"] == ["api_key"] and other["secrets"] == [] and leader["launches"][-1]["secret_env"] == ["VLLM_API_KEY"] and other["launches"][-1]["secret_env"] == []
+    assert (
+        leader["secrets"] == ["api_key"]
+        and other["secrets"] == []
+        and leader["launches"][-1]["secret_env"] == ["VLLM_API_KEY"]
+        and other["launches"][-1]["secret_env"] == []
+    )
     assert "VLLM_API_KEY" not in leader["launches"][-1]["env"] and "d" * 64 not in json.dumps(found)
-    assert "--headless" in other["launches"][-1]["args"] and other["launches"][-1]["wait_for_leader_port"] == 29500 and leader["launches"][-1]["wait_for_leader_port"] is None
+    assert (
+        "--headless" in other["launches"][-1]["args"]
+        and other["launches"][-1]["wait_for_leader_port"] == 29500
+        and leader["launches"][-1]["wait_for_leader_port"] is None
+    )
     launch = leader["launches"][-1]
     assert (launch["name"], launch["path"]) == ("sim-engine", "/usr/bin/python3") and other["ready"]["expect_models"] == []
     assert found["fingerprint"] != good()["fingerprint"] != good(key_digest="e")["fingerprint"]
@@ -511,7 +827,10 @@ def test_the_profiles_environment_wins_and_both_values_are_said() -> None:
     found = good(wanted=profile(env={"NCCL_IB_DISABLE": "0", "MINE": "a b"}, threads=3))
     variables = env(found, "n1")
     assert variables["NCCL_IB_DISABLE"] == "0" and variables["MINE"] == "a b" and variables["OMP_NUM_THREADS"] == "3"
-    assert [(warning["host"], warning["field"], warning["seen"], warning["wanted"]) for warning in found["warnings"]] == [("n1", "env.NCCL_IB_DISABLE", "0", "1"), ("n2", "env.NCCL_IB_DISABLE", "0", "1")]
+    assert [(warning["host"], warning["field"], warning["seen"], warning["wanted"]) for warning in found["warnings"]] == [
+        ("n1", "env.NCCL_IB_DISABLE", "0", "1"),
+        ("n2", "env.NCCL_IB_DISABLE", "0", "1"),
+    ]
     assert list(variables) == sorted(variables) and set(found["shards"]["n1"]["launches"][-1]["why"]) >= set(variables)
 
 
@@ -530,13 +849,24 @@ def test_llamacpp_over_nodes_waits_for_its_rpc_ranks_and_only_rank_0_needs_the_m
     server, rpc = found["shards"]["n1"]["launches"][-1], found["shards"]["n2"]["launches"][-1]
     assert server["wait_for_ranks"] == [{"rank": 1, "address": "10.0.0.2", "port": 29500}] and rpc["name"] == "ggml-rpc-server" and rpc["secret_env"] == []
     args = server["args"]
-    assert args.index("--rpc") < args.index("--device") and args[args.index("--device") + 1].split(",") == [f"RPC{number}" for number in range(8)] + [f"CUDA{number}" for number in range(8)]
+    assert args.index("--rpc") < args.index("--device") and args[args.index("--device") + 1].split(",") == [f"RPC{number}" for number in range(8)] + [
+        f"CUDA{number}" for number in range(8)
+    ]
     assert found["shards"]["n2"]["ready"]["accepts_on_port"] == 29500 and found["shards"]["n2"]["listen_ports"][0]["port"] == 29500
-    assert faults({**pool, "n1": {**pool["n2"], "gpus": pool["n1"]["gpus"], "interfaces": pool["n1"]["interfaces"]}}, profile(engine="llamacpp", model_path="/m.gguf")) == [("n1", "model_path")]
+    assert faults(
+        {**pool, "n1": {**pool["n2"], "gpus": pool["n1"]["gpus"], "interfaces": pool["n1"]["interfaces"]}}, profile(engine="llamacpp", model_path="/m.gguf")
+    ) == [("n1", "model_path")]
     assert ("n2", "model_path") not in faults({"n1": pool["n1"], "n2": pool["n2"], "n3": None}, profile(engine="llamacpp", model_path="/m.gguf", nodes=3, pp=3))
 
 
-@pytest.mark.parametrize(("change", "field"), [({"adapters": [{"name": "a", "path": "/a,b"}]}, "adapters[0].path"), ({"adapters": [{"name": "a", "path": "/a:b"}]}, "adapters[0].path"), ({"quantization": "awq"}, "quantization")])
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"adapters": [{"name": "a", "path": "/a,b"}]}, "adapters[0].path"),
+        ({"adapters": [{"name": "a", "path": "/a:b"}]}, "adapters[0].path"),
+        ({"quantization": "awq"}, "quantization"),
+    ],
+)
 def test_what_llama_server_cannot_take(change: dict[str, Any], field: str) -> None:
     assert faults(wanted=profile(engine="llamacpp", **change)) == [(None, "replica_profile." + field)]
 
@@ -555,12 +885,21 @@ def test_the_fingerprint_moves_with_what_decides_and_with_nothing_else() -> None
     noise["n1"] = changed(changed(noise["n1"], "gathered_at", "later"), "gpus.0.memory.used_mib", 70000)
     noise["n1"]["ports_in_use"].append({"port": 9100})
     assert good(noise)["fingerprint"] == good({"n2": noise["n2"], "n1": noise["n1"]})["fingerprint"] == base
-    moved = [good(wanted=profile(args=["--max-model-len", "9"])), good(wanted=profile(env={"A": "b"})), good(options={"replica_http_port": 8001}), good(program_hashes={"run_shard.py": "x"}), good(replica="other"),
-             good(inputs={"n2": {"root": "/srv"}}), good(wanted=profile(ready_timeout=60)), good(options={"replica_leader": "n2"})]
+    moved = [
+        good(wanted=profile(args=["--max-model-len", "9"])),
+        good(wanted=profile(env={"A": "b"})),
+        good(options={"replica_http_port": 8001}),
+        good(program_hashes={"run_shard.py": "x"}),
+        good(replica="other"),
+        good(inputs={"n2": {"root": "/srv"}}),
+        good(wanted=profile(ready_timeout=60)),
+        good(options={"replica_leader": "n2"}),
+    ]
     assert len({base, *(found["fingerprint"] for found in moved)}) == len(moved) + 1
 
 
 # ---- as an operator reads it
+
 
 def test_the_plan_as_text() -> None:
     text = plan_text(good(options={"replica_http_port": 40000}))

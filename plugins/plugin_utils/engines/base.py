@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import typing as t
 
+from ansible_collections.rankzero.inference.plugins.plugin_utils import memory_fit
 from ansible_collections.rankzero.inference.plugins.plugin_utils.arguments import Grammar, find, unknown, value
 from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings
 from ansible_collections.rankzero.inference.plugins.plugin_utils.profile import Profile
@@ -94,6 +95,8 @@ class Engine:
     cpu_parallel = False                # CPU ranks can form a tensor, pipeline or data parallel group
     dtypes: t.Mapping[str, int] = {}    # dtype -> minimum compute capability (0: any); empty where the engine has no such option
     kv_cache_dtypes: t.Mapping[str, int] = {}
+    context_option: str | None = None   # the option that sets the length of a sequence
+    weights_on_gpu = 1.0                # the part of the weights that is on GPUs for certain
     quantizations: t.Mapping[str, int] = {}
     grammar = Grammar({})
     parser: tuple[tuple[str, ...], ...] = ()    # every option of the engine with its spellings (option_names.py)
@@ -203,6 +206,16 @@ class Engine:
         """Quantizations that the profile's free arguments ask for, in any spelling of the engine's."""
         found = [value(profile.args, spelled, self.grammar) for spelled in find(profile.args, self.grammar) if spelled.option == "--quantization"]
         return [name for name in found if name]
+
+    def context_length(self, profile: Profile) -> int | None:
+        """Tokens of one sequence that the profile's arguments ask for, or None where they do not say."""
+        found = [value(profile.args, spelled, self.grammar) for spelled in find(profile.args, self.grammar) if spelled.option == self.context_option]
+        return memory_fit.parse_length(found[-1]) if found else None
+
+    def cache_bytes(self, profile: Profile) -> float:
+        """Bytes of one element of the KV cache, at the least."""
+        name = profile.kv_cache_dtype or ""
+        return 0.5 if "fp4" in name else 1.0 if "8" in name else 2.0
 
     def needs_model(self, profile: Profile, rank: int) -> bool:
         """Whether this rank reads the model's files itself."""

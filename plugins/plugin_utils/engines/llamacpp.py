@@ -10,7 +10,7 @@ C(--device RPC0): llama-server otherwise starts alone and says it is healthy).
 
 from __future__ import annotations
 
-from ansible_collections.rankzero.inference.plugins.plugin_utils.arguments import grammar_of
+from ansible_collections.rankzero.inference.plugins.plugin_utils.arguments import find, grammar_of
 from ansible_collections.rankzero.inference.plugins.plugin_utils.engines.base import Engine, Launch, Shard
 from ansible_collections.rankzero.inference.plugins.plugin_utils.engines.option_names import LLAMACPP as PARSER
 from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings
@@ -43,6 +43,8 @@ _REFUSED = {
 def _spellings(table: dict[str, tuple[tuple[str, ...], str]]) -> dict[str, str]:
     return {spelling: option for option, (others, _why) in table.items() for spelling in (option, *others)}
 
+_OTHER = ("--ctx-size", "--cache-type-k", "--cache-type-v")      # read for what they say, not refused
+
 
 class Adapter(Engine):
     name = "llamacpp"
@@ -54,7 +56,9 @@ class Adapter(Engine):
     owned = {option: why for option, (_others, why) in _OWNED.items()}
     refused = {option: what for option, (_others, what) in _REFUSED.items()}
     parser = PARSER
-    grammar = grammar_of(PARSER, (*_OWNED, *_REFUSED), {**_spellings(_OWNED), **_spellings(_REFUSED)}, prefixes=False, underscores=True, equals=False)
+    grammar = grammar_of(PARSER, (*_OWNED, *_REFUSED, *_OTHER), {**_spellings(_OWNED), **_spellings(_REFUSED)}, prefixes=False, underscores=True, equals=False)
+    context_option = "--ctx-size"
+    weights_on_gpu = 0.8                # token embeddings stay on the host
 
     def validate(self, profile: Profile, where: str, findings: Findings) -> None:
         super().validate(profile, where, findings)
@@ -71,6 +75,10 @@ class Adapter(Engine):
 
     def expected_models(self, profile: Profile) -> list[str]:
         return [profile.served_model_name]              # adapters are listed by /lora-adapters, not as models
+
+    def cache_bytes(self, profile: Profile) -> float:
+        """16 bits, unless the arguments choose another type; 4 bits are the smallest there are."""
+        return 0.5 if any(spelled.option.startswith("--cache-type-") for spelled in find(profile.args, self.grammar)) else 2.0
 
     def needs_model(self, profile: Profile, rank: int) -> bool:
         return rank == 0                                # RPC ranks get their tensors from the leader

@@ -43,7 +43,7 @@ _REFUSED = {
     "--delete-ckpt-after-loading": "deletes the model's files", "--export-metrics-to-file-dir": _WRITES, "--crash-dump-folder": _WRITES, "--warmups": "imports code by name",
     "--msprobe-dump-config": _WRITES,
 }
-_OTHER = ("--load-format",)
+_OTHER = ("--load-format", "--context-length")
 # srt/mem_cache/kv_cache_dtype.py and arg_groups/kv_cache_hook.py
 _KV_CACHE_DTYPES = {"auto": 0, "fp8_e5m2": 0, "fp8_e4m3": 0, "mxfp8": 100, "bf16": 80, "bfloat16": 80, "nvfp4": 100, "fp4_mx_block16": 0}
 _ATTENTION_DP_PORTS = (0, 1, 2, 3, 4, 5, 6, 13)     # distances from the rendezvous port (server_args.py PortArgs)
@@ -52,6 +52,7 @@ KEY_FILE = "sglang.yaml"
 
 
 class Adapter(Engine):
+    context_option = "--context-length"
     name = "sglang"
     programs = ("sglang",)
     version_args = ("version",)

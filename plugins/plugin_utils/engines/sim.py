@@ -39,13 +39,14 @@ _OTHER = frozenset({
 
 
 class Adapter(Engine):
+    context_option = "--max-model-len"
     name = "sim"
     needs_build = False
     falls_back_to_cpu = True
     program_files = ("sim_engine.py",)
     quantizations = VLLM
     owned = _OWNED
-    grammar = Grammar({**{option: option for option in (*_OWNED, "--quantization")}, **_SHORT}, every_long=frozenset(_OWNED) | _OTHER, every_short=frozenset(_SHORT), glued_shorts=True)
+    grammar = Grammar({**{option: option for option in (*_OWNED, "--quantization", "--max-model-len")}, **_SHORT}, every_long=frozenset(_OWNED) | _OTHER, every_short=frozenset(_SHORT), glued_shorts=True)
 
     def launches(self, shard: Shard) -> list[Launch]:
         profile = shard.profile

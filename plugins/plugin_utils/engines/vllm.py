@@ -50,7 +50,7 @@ _REFUSED = {
     "--model-loader-extra-config": "can name other files to load", "--kv-transfer-config": "sends what users wrote to other hosts",
     "--allowed-local-media-path": "lets requests read files of the host",
 }
-_OTHER = ("--load-format",)
+_OTHER = ("--load-format", "--max-model-len")
 _SHORT = {"-h": "--help", "-v": "--version"}
 _KV_CACHE_DTYPES = {
     # Without an entry of its own in vLLM's backends a value counts as runnable everywhere; fp8 needs FlashInfer (8.0) at the least.
@@ -66,6 +66,7 @@ _SOCKET_PATH = 107
 
 
 class Adapter(Engine):
+    context_option = "--max-model-len"
     name = "vllm"
     programs = ("vllm",)
     optional_programs = ("ray",)
