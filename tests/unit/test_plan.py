@@ -745,7 +745,7 @@ def test_the_expected_memory() -> None:
         ("vllm", ["--max_model_len=1M"], False),
         ("vllm", ["--max-model-len", "auto"], True),
         ("sglang", ["--context-length", "1048576"], False),
-        ("llamacpp", ["-c", "1048576"], True),
+        ("llamacpp", ["-c", "65536"], True),
         ("llamacpp", ["-c", "16777216"], False),
         ("llamacpp", ["-c", "16777216", "-ctk", "q4_0"], True),
     ],
