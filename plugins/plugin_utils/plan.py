@@ -464,7 +464,7 @@ def _whole(request: Request, options: Options, replica: str, profile: Profile, e
         "leader": {"host": ranks[0].host.name, "address": shards[0].address, "port": shards[0].leader_port, "url": _url(shards[0])},
     }
     whole["fingerprint"] = _fingerprint(replica, profile, whole, request)
-    for host, shard_plan in planned.items():
+    for shard_plan in planned.values():
         shard_plan["fingerprint"] = whole["fingerprint"]
         shard_plan["labels"] = {"profile": profile.name, "pool": whole["pool"], "fabric": whole["fabric"], "engine": profile.engine, "replica": replica}
     return whole

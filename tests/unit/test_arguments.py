@@ -13,17 +13,36 @@ from typing import Any, NoReturn
 
 import facts
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from ansible_collections.rankzero.inference.plugins.plugin_utils import collection_files, engines
 from ansible_collections.rankzero.inference.plugins.plugin_utils.arguments import Grammar, canonical, find
 from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings
 from ansible_collections.rankzero.inference.plugins.plugin_utils.profile import parse
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 # Like vLLM's: options that matter, others that do not, some that share prefixes, and both kinds of short ones.
-OWNED = {"--port": ["-P"], "--model": [], "--master-addr": [], "--master-port": [], "--tensor-parallel-size": ["-tp"], "--nnodes": ["-n"], "--node-rank": ["-r"], "--quantization": ["-q"], "--headless": []}
-FREE = {"--max-model-len": [], "--max-loras": [], "--model-impl": [], "--port-range": [], "--seed": ["-s"], "--temperature": ["-t"], "--no-log": [], "--node-name": [], "--help-me": []}
+OWNED = {
+    "--port": ["-P"],
+    "--model": [],
+    "--master-addr": [],
+    "--master-port": [],
+    "--tensor-parallel-size": ["-tp"],
+    "--nnodes": ["-n"],
+    "--node-rank": ["-r"],
+    "--quantization": ["-q"],
+    "--headless": [],
+}
+FREE = {
+    "--max-model-len": [],
+    "--max-loras": [],
+    "--model-impl": [],
+    "--port-range": [],
+    "--seed": ["-s"],
+    "--temperature": ["-t"],
+    "--no-log": [],
+    "--node-name": [],
+    "--help-me": [],
+}
 FLAGS = {"--headless", "--no-log"}
 
 
@@ -44,15 +63,18 @@ def oracle(abbreviations: bool) -> Parser:
 
 
 GRAMMAR = Grammar(
-    {spelling: option for option, shorts in OWNED.items() for spelling in (option, *shorts)}, every_long=frozenset(OWNED) | frozenset(FREE),
-    every_short=frozenset(short for shorts in (*OWNED.values(), *FREE.values()) for short in shorts), glued_shorts=True)
+    {spelling: option for option, shorts in OWNED.items() for spelling in (option, *shorts)},
+    every_long=frozenset(OWNED) | frozenset(FREE),
+    every_short=frozenset(short for shorts in (*OWNED.values(), *FREE.values()) for short in shorts),
+    glued_shorts=True,
+)
 
 
 @st.composite
 def words(draw: st.DrawFn) -> str:
     """Options whole, cut short, glued, with =, or nothing of the kind."""
     option = draw(st.sampled_from([*OWNED, *FREE, *(short for shorts in (*OWNED.values(), *FREE.values()) for short in shorts)]))
-    cut = option[:draw(st.integers(1, len(option)))]
+    cut = option[: draw(st.integers(1, len(option)))]
     tail = draw(st.sampled_from(["", "", "=", "=1", "=a=b", "1", "x", " 1", "-x", ".level", "_", "=--port"]))
     return draw(st.one_of(st.just(cut + tail), st.just(option), st.text("-=_. np", max_size=5)))
 
@@ -67,14 +89,14 @@ def test_one_word_means_to_us_what_it_means_to_argparse(word: str, abbreviations
     try:
         namespace, _rest = oracle(abbreviations).parse_known_args([word])
     except Refused:
-        return                      # ambiguous, or a value for a flag: the engine ends at once, whatever we say
+        return  # ambiguous, or a value for a flag: the engine ends at once, whatever we say
     set_by_argparse = [option for option, value in vars(namespace).items() if value not in (None, False)]
     if any(option in OWNED for option in set_by_argparse):
         assert [ours] == set_by_argparse
     elif set_by_argparse:
         assert ours is None
     elif abbreviations:
-        assert ours is None         # without abbreviations it may be what they would mean
+        assert ours is None  # without abbreviations it may be what they would mean
 
 
 @settings(max_examples=500, deadline=None, derandomize=True, database=None)
@@ -92,16 +114,31 @@ UNDERSCORES = Grammar({"--model": "--model", "-m": "--model", "--ctx-size": "--c
 DOTTED = Grammar({"--compilation-config": "--compilation-config"}, every_long=frozenset({"--compilation-config", "--seed"}), underscores=True, dotted=True)
 
 
-@pytest.mark.parametrize(("word", "grammar", "option"), [
-    ("--ctx_size", UNDERSCORES, "--ctx-size"), ("--ctx", UNDERSCORES, None), ("--model=x", UNDERSCORES, "--model"), ("-m", UNDERSCORES, "--model"), ("-mx", UNDERSCORES, None),
-    ("model", UNDERSCORES, None), ("--compilation_config.level", DOTTED, "--compilation-config"), ("--compilation-config.a.b=3", DOTTED, "--compilation-config"),
-    ("--comp.level", DOTTED, "--compilation-config"), ("--seed", DOTTED, None), ("", DOTTED, None), ("-", DOTTED, None), ("--", DOTTED, None), ("-5", DOTTED, None),
-])
+@pytest.mark.parametrize(
+    ("word", "grammar", "option"),
+    [
+        ("--ctx_size", UNDERSCORES, "--ctx-size"),
+        ("--ctx", UNDERSCORES, None),
+        ("--model=x", UNDERSCORES, "--model"),
+        ("-m", UNDERSCORES, "--model"),
+        ("-mx", UNDERSCORES, None),
+        ("model", UNDERSCORES, None),
+        ("--compilation_config.level", DOTTED, "--compilation-config"),
+        ("--compilation-config.a.b=3", DOTTED, "--compilation-config"),
+        ("--comp.level", DOTTED, "--compilation-config"),
+        ("--seed", DOTTED, None),
+        ("", DOTTED, None),
+        ("-", DOTTED, None),
+        ("--", DOTTED, None),
+        ("-5", DOTTED, None),
+    ],
+)
 def test_what_parsers_other_than_argparse_accept(word: str, grammar: Grammar, option: str | None) -> None:
     assert canonical(word, grammar) == option
 
 
 # ---- the engines
+
 
 def sim_parser() -> argparse.ArgumentParser:
     spec = importlib.util.spec_from_file_location("sim_engine_for_arguments", pathlib.Path(collection_files.ROLE) / "files" / "sim_engine.py")
@@ -135,32 +172,87 @@ def problems(engine: str, *args: str, **more: Any) -> list[str]:
     return [fault.field for fault in findings.faults]
 
 
-@pytest.mark.parametrize("args", [
-    ("--port", "1"), ("--port=1",), ("-tp", "2"), ("-tp=2",), ("-t", "2"), ("-n2",), ("-n=2",), ("-n", "2"), ("-r1",), ("--api-key", "x"), ("--api", "x"), ("--head",), ("-h",), ("--config", "x"), ("--master-a", "x"),
-])
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("--port", "1"),
+        ("--port=1",),
+        ("-tp", "2"),
+        ("-tp=2",),
+        ("-t", "2"),
+        ("-n2",),
+        ("-n=2",),
+        ("-n", "2"),
+        ("-r1",),
+        ("--api-key", "x"),
+        ("--api", "x"),
+        ("--head",),
+        ("-h",),
+        ("--config", "x"),
+        ("--master-a", "x"),
+    ],
+)
 def test_the_simulator_refuses_what_the_plan_owns(args: tuple[str, ...]) -> None:
     assert problems("sim", *args) == ["p.args[0]"]
 
 
-@pytest.mark.parametrize("args", [
-    ("-m", "x"), ("--model", "x"), ("--tools", "all"), ("--api_key", "x"), ("--api-key=x",), ("-ngl", "1"), ("--gpu-layers", "1"), ("-dev", "none"), ("--device", "CUDA0"), ("--rpc", "h:1"), ("--n_gpu_layers", "0"),
-    ("--lora", "x"), ("--override-kv", "x"), ("--slot-save-path", "/"), ("-lv", "0"), ("-v",), ("--log-disable",), ("--host", "0.0.0.0"), ("-hf", "x/y"), ("--help",), ("--mcp-servers-json", "{}"), ("-ag",),
-])
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("-m", "x"),
+        ("--model", "x"),
+        ("--tools", "all"),
+        ("--api_key", "x"),
+        ("--api-key=x",),
+        ("-ngl", "1"),
+        ("--gpu-layers", "1"),
+        ("-dev", "none"),
+        ("--device", "CUDA0"),
+        ("--rpc", "h:1"),
+        ("--n_gpu_layers", "0"),
+        ("--lora", "x"),
+        ("--override-kv", "x"),
+        ("--slot-save-path", "/"),
+        ("-lv", "0"),
+        ("-v",),
+        ("--log-disable",),
+        ("--host", "0.0.0.0"),
+        ("-hf", "x/y"),
+        ("--help",),
+        ("--mcp-servers-json", "{}"),
+        ("-ag",),
+    ],
+)
 def test_llama_server_refuses_what_the_plan_owns_and_what_executes(args: tuple[str, ...]) -> None:
     assert problems("llamacpp", *args) == ["p.args[0]"]
 
 
-@pytest.mark.parametrize(("engine", "args"), [
-    ("sim", ("--max-model-len", "1k")), ("sim", ("--sim-fail", "--x y")), ("sim", ("-q", "awq")), ("sim", ("--sim-exit-code", "-5")), ("llamacpp", ("--ctx-size", "4096", "-np", "2")),
-    ("llamacpp", ("--temp", "0.5", "--flash-attn", "on")), ("llamacpp", ("--mlock",)),
-])
+@pytest.mark.parametrize(
+    ("engine", "args"),
+    [
+        ("sim", ("--max-model-len", "1k")),
+        ("sim", ("--sim-fail", "--x y")),
+        ("sim", ("-q", "awq")),
+        ("sim", ("--sim-exit-code", "-5")),
+        ("llamacpp", ("--ctx-size", "4096", "-np", "2")),
+        ("llamacpp", ("--temp", "0.5", "--flash-attn", "on")),
+        ("llamacpp", ("--mlock",)),
+    ],
+)
 def test_free_arguments_pass(engine: str, args: tuple[str, ...]) -> None:
     assert problems(engine, *args) == []
 
 
-@pytest.mark.parametrize(("args", "fields"), [
-    (("--",), ["p.args[0]"]), (("other-model",), ["p.args[0]"]), (("--max-model-len=1k", "other"), ["p.args[1]"]), (("--max-model-len", "1k", "--"), ["p.args[2]"]), (("--sim-hang", ""), []),
-])
+@pytest.mark.parametrize(
+    ("args", "fields"),
+    [
+        (("--",), ["p.args[0]"]),
+        (("other-model",), ["p.args[0]"]),
+        (("--max-model-len=1k", "other"), ["p.args[1]"]),
+        (("--max-model-len", "1k", "--"), ["p.args[2]"]),
+        (("--sim-hang", ""), []),
+    ],
+)
 def test_words_that_no_option_takes_are_refused(args: tuple[str, ...], fields: list[str]) -> None:
     assert problems("sim", *args) == fields
 
@@ -170,10 +262,20 @@ def test_fields_that_an_engine_would_ignore_are_refused(engine: str) -> None:
     assert problems(engine, dp=2, tp=4) == ["p.dp"] and problems(engine, distributed="ray") == ["p.distributed"]
 
 
-@pytest.mark.parametrize(("args", "found"), [
-    (("--quantization", "awq"), ["awq"]), (("--quantization=awq",), ["awq"]), (("-q", "awq"), ["awq"]), (("-qawq",), ["awq"]), (("-q=awq",), ["awq"]), (("--quant", "fp8"), ["fp8"]),
-    (("--quantization",), []), (("--max-model-len", "awq"), []), (("-q", "awq", "--quantization=fp8"), ["awq", "fp8"]),
-])
+@pytest.mark.parametrize(
+    ("args", "found"),
+    [
+        (("--quantization", "awq"), ["awq"]),
+        (("--quantization=awq",), ["awq"]),
+        (("-q", "awq"), ["awq"]),
+        (("-qawq",), ["awq"]),
+        (("-q=awq",), ["awq"]),
+        (("--quant", "fp8"), ["fp8"]),
+        (("--quantization",), []),
+        (("--max-model-len", "awq"), []),
+        (("-q", "awq", "--quantization=fp8"), ["awq", "fp8"]),
+    ],
+)
 def test_quantizations_in_arguments_are_found_in_any_spelling(args: tuple[str, ...], found: list[str]) -> None:
     adapter = engines.load("sim", Findings())
     wanted = parse(facts.profile(args=list(args)), "p", "p", Findings())

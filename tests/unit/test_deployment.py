@@ -20,7 +20,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-
 from ansible_collections.rankzero.inference.plugins.module_utils import revisions as revisions_module
 from ansible_collections.rankzero.inference.plugins.module_utils import service_managers
 from ansible_collections.rankzero.inference.plugins.module_utils.deployment import KEEP_REVISIONS, Deployment, DeploymentError
@@ -55,6 +54,7 @@ def modes(directory: str) -> dict[str, int]:
 
 # ---- revisions
 
+
 def test_a_revision_is_written_whole_with_its_modes_whatever_the_umask_is(store: Revisions) -> None:
     before = os.umask(0o077)
     try:
@@ -63,9 +63,22 @@ def test_a_revision_is_written_whole_with_its_modes_whatever_the_umask_is(store:
     finally:
         os.umask(before)
     store.activate("aaaa")
-    assert modes(store.directory) == {"revisions": 0o755, "revisions/aaaa": 0o750, "revisions/aaaa/launch.json": 0o640, "revisions/aaaa/shard.env": 0o640,
-                                      "revisions/aaaa/run_shard.py": 0o750, "revisions/aaaa/secrets": 0o700, "revisions/aaaa/secrets/api_key": 0o600}
-    assert [stat.S_IMODE(os.stat(path).st_mode) for path in (store.config_root, store.directory, store.state_dir, store.work_dir, store.log_dir)] == [0o755, 0o755, 0o755, 0o750, 0o750]
+    assert modes(store.directory) == {
+        "revisions": 0o755,
+        "revisions/aaaa": 0o750,
+        "revisions/aaaa/launch.json": 0o640,
+        "revisions/aaaa/shard.env": 0o640,
+        "revisions/aaaa/run_shard.py": 0o750,
+        "revisions/aaaa/secrets": 0o700,
+        "revisions/aaaa/secrets/api_key": 0o600,
+    }
+    assert [stat.S_IMODE(os.stat(path).st_mode) for path in (store.config_root, store.directory, store.state_dir, store.work_dir, store.log_dir)] == [
+        0o755,
+        0o755,
+        0o755,
+        0o750,
+        0o750,
+    ]
     assert store.linked("current") == "aaaa" and store.linked("previous") is None
     assert os.readlink(store.directory + "/current") == "revisions/aaaa"
     assert store.same("aaaa", OLD, {"api_key": SECRET})
@@ -129,8 +142,22 @@ def tamper_link(store: Revisions) -> None:
     path.symlink_to("../../elsewhere")
 
 
-@pytest.mark.parametrize("tamper", [tamper_text, tamper_newlines, tamper_bytes, tamper_extra, tamper_missing, tamper_secret, tamper_extra_secret, tamper_secret_mode,
-                                    tamper_directory_mode, tamper_file_mode, tamper_link])
+@pytest.mark.parametrize(
+    "tamper",
+    [
+        tamper_text,
+        tamper_newlines,
+        tamper_bytes,
+        tamper_extra,
+        tamper_missing,
+        tamper_secret,
+        tamper_extra_secret,
+        tamper_secret_mode,
+        tamper_directory_mode,
+        tamper_file_mode,
+        tamper_link,
+    ],
+)
 def test_tampering_is_seen_and_written_over(store: Revisions, tamper: Callable[[Revisions], None]) -> None:
     store.write("aaaa", OLD, {"api_key": SECRET}, ME)
     assert store.same("aaaa", OLD, {"api_key": SECRET}) and not store.same("aaaa", OLD, {}) and not store.same("bbbb", OLD, {})
@@ -178,7 +205,7 @@ def test_a_failure_at_any_step_leaves_old_or_new(store: Revisions, monkeypatch: 
         assert set(store.known()) <= {"old", "new"} and all(complete(store, name) for name in store.known())
         if not failed:
             break
-        store.write("new", NEW, {"api_key": SECRET}, ME)            # the next run finishes it
+        store.write("new", NEW, {"api_key": SECRET}, ME)  # the next run finishes it
         store.activate("new")
         assert (store.linked("current"), store.linked("previous")) == ("new", "old")
         store.activate("old")
@@ -200,6 +227,7 @@ def test_writing_over_a_damaged_current_revision_never_loses_it(store: Revisions
         if len(calls) == fail_at:
             raise OSError(errno.EIO, "Input/output error", args[0])
         real(*args)
+
     with monkeypatch.context() as patch, pytest.raises(OSError, match="Input/output"):
         patch.setattr(os, "rename", failing)
         store.write("aaaa", OLD, {}, ME)
@@ -219,6 +247,7 @@ def test_a_full_disk_names_the_file(store: Revisions, monkeypatch: pytest.Monkey
     def full(descriptor: int, *args: Any, **more: Any) -> Any:
         os.dup2(os.open("/dev/full", os.O_WRONLY), descriptor)
         return real_fdopen(descriptor, *args, **more)
+
     monkeypatch.setattr(os, "fdopen", full)
     with pytest.raises(OSError) as caught:
         store.write("aaaa", OLD, {}, ME)
@@ -245,7 +274,7 @@ def test_forgetting_the_previous_revision_leaves_a_way_back(store: Revisions) ->
         store.write(name, OLD, {}, ME)
         os.utime(store.path(name), (number, number))
         store.activate(name)
-    store.activate("b")                                             # c failed, b was restored
+    store.activate("b")  # c failed, b was restored
     store.forget("c")
     assert (store.linked("current"), store.linked("previous")) == ("b", "a") and store.known() == ["a", "b"]
     store.forget("b")
@@ -266,6 +295,7 @@ def test_damaged_state_and_links_are_no_traceback(store: Revisions) -> None:
 
 
 # ---- the module's states
+
 
 class Systemctl:
     """As much of systemd as the module asks: what it has read, what is enabled, what is active."""
@@ -292,8 +322,16 @@ class Systemctl:
         elif verb == "show":
             path = self.directory / unit
             fresh = path.exists() and self.read.get(unit) == path.read_text()
-            return 0, "NeedDaemonReload=%s\nLoadState=%s\nUnitFileState=%s\n" % (
-                "no" if fresh or unit not in self.read else "yes", "loaded" if unit in self.read else "not-found", "enabled" if unit in self.enabled else "disabled"), ""
+            return (
+                0,
+                "NeedDaemonReload=%s\nLoadState=%s\nUnitFileState=%s\n"
+                % (
+                    "no" if fresh or unit not in self.read else "yes",
+                    "loaded" if unit in self.read else "not-found",
+                    "enabled" if unit in self.enabled else "disabled",
+                ),
+                "",
+            )
         elif verb == "enable":
             self.enabled.add(unit)
         elif verb == "disable":
@@ -323,7 +361,20 @@ def files(root: pathlib.Path, texts: dict[str, str], number: int = 1) -> dict[st
 
 
 def deployment(root: pathlib.Path, run: Any, check: bool = False, **params: Any) -> Deployment:
-    return Deployment({"replica": "glm", "replica_root": str(root), "user": USER, "supervisord": None, "force_restart": False, "unit_name": UNIT, "manager": "systemd", **params}, run, check)
+    return Deployment(
+        {
+            "replica": "glm",
+            "replica_root": str(root),
+            "user": USER,
+            "supervisord": None,
+            "force_restart": False,
+            "unit_name": UNIT,
+            "manager": "systemd",
+            **params,
+        },
+        run,
+        check,
+    )
 
 
 def deploy(root: pathlib.Path, run: Any, fingerprint: str, texts: dict[str, str], number: int = 1, **params: Any) -> Deployment:
@@ -345,7 +396,11 @@ def test_present_goes_from_nothing_to_a_running_service_and_then_does_nothing(ro
     plan.present()
     assert not root.exists() and systemctl.active == set()
     done = deploy(root, systemctl, "aaaa", OLD)
-    assert plan.actions == done.actions == ["write revision aaaa", "switch current to revision aaaa", "install %s/%s" % (systemctl.directory, UNIT), "restart the service (systemd)"]
+    assert (
+        plan.actions
+        == done.actions
+        == ["write revision aaaa", "switch current to revision aaaa", "install %s/%s" % (systemctl.directory, UNIT), "restart the service (systemd)"]
+    )
     assert plan.diffs == done.diffs and SECRET not in json.dumps(done.diffs)
     assert systemctl.active == systemctl.enabled == {UNIT} and stat.S_IMODE((systemctl.directory / UNIT).stat().st_mode) == 0o644
     runs(root, "aaaa")
@@ -456,8 +511,10 @@ MARKED = "import os, time; os.environ; time.sleep(60)"
 
 def test_absent_ends_the_processes_with_our_marker_and_no_other(root: pathlib.Path, systemctl: Systemctl) -> None:
     deploy(root, systemctl, "aaaa", {**OLD, "launch.json": '{"rank": 3}\n'})
-    start = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env={**os.environ, "RANKZERO_SHARD": marker}, stdout=subprocess.DEVNULL)
-             for marker in ("glm/3/0123456789abcdef", "glm/4/0123456789abcdef", "glm-2/3/0123456789abcdef")]
+    start = [
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env={**os.environ, "RANKZERO_SHARD": marker}, stdout=subprocess.DEVNULL)
+        for marker in ("glm/3/0123456789abcdef", "glm/4/0123456789abcdef", "glm-2/3/0123456789abcdef")
+    ]
     try:
         done = deployment(root, systemctl)
         done.absent()
@@ -517,7 +574,10 @@ def test_a_service_user_is_made_once_and_removed_with_the_last_replica(root: pat
             commands.append(words)
             return (8, "", "user rz is currently used by process 77") if users[words[-1]] is None else (0, str(users.pop(words[-1])), "")
         return systemctl(words, **more)
-    monkeypatch.setattr("ansible_collections.rankzero.inference.plugins.module_utils.deployment._user", lambda name: (users[name] or me) if name in users else None)
+
+    monkeypatch.setattr(
+        "ansible_collections.rankzero.inference.plugins.module_utils.deployment._user", lambda name: (users[name] or me) if name in users else None
+    )
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(os, "chown", lambda *_args: None)
     for _time in range(2):

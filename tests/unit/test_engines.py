@@ -11,7 +11,6 @@ from typing import Any
 
 import facts
 import pytest
-
 from ansible_collections.rankzero.inference.plugins.plugin_utils import engines, status
 from ansible_collections.rankzero.inference.plugins.plugin_utils.engines.base import Engine
 from ansible_collections.rankzero.inference.plugins.plugin_utils.engines.sim import Adapter as Simulator
@@ -45,12 +44,16 @@ def test_built_in_adapters_answer_the_interface(name: str) -> None:
 def test_an_adapter_of_another_collection_plans_like_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     class Adapter(Simulator):
         name = "theirs"
+
     other_collection(monkeypatch, "theirs", Adapter=Adapter)
     found = facts.good(wanted=facts.profile(engine="their.collection.theirs"))
     assert found["engine"] == "their.collection.theirs" and found["shards"]["n1"]["labels"]["engine"] == "their.collection.theirs"
 
 
-@pytest.mark.parametrize(("contents", "text"), [({}, "Adapter"), ({"Adapter": object}, "is not an Engine"), ({"Adapter": 5}, "TypeError"), ({"Adapter": lambda: 1 / 0}, "ZeroDivisionError")])
+@pytest.mark.parametrize(
+    ("contents", "text"),
+    [({}, "Adapter"), ({"Adapter": object}, "is not an Engine"), ({"Adapter": 5}, "TypeError"), ({"Adapter": lambda: 1 / 0}, "ZeroDivisionError")],
+)
 def test_an_adapter_that_is_none_is_a_fault(monkeypatch: pytest.MonkeyPatch, contents: dict[str, Any], text: str) -> None:
     other_collection(monkeypatch, "broken", **contents)
     findings = Findings()
@@ -65,6 +68,7 @@ def test_engines_that_are_not_there(name: str) -> None:
 
 
 # ---- state over all hosts
+
 
 def seen(**hosts: Any) -> dict[str, tuple[Any, Any]]:
     return {host: ({"shards": {"glm": record}}, None) for host, record in hosts.items()}

@@ -12,35 +12,96 @@ from typing import Any
 
 import facts
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-
 from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Fault
 from ansible_collections.rankzero.inference.plugins.plugin_utils.plan import Request, build_plan
 from ansible_collections.rankzero.inference.plugins.plugin_utils.tables import plan_text
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 NASTY = st.one_of(
-    st.none(), st.booleans(), st.integers(-2, 70000), st.integers(), st.floats(), st.text(max_size=6), st.just({}), st.just([]), st.just([None]), st.just([[]]), st.just([{}]), st.just({"a": None}),
-    st.sampled_from(["", "8", "x y", "a\nb", "a\0b", "%s", "$HOME", "'", "²", "\ud800", "--port", "../..", "fe80::1%eth0", "0.0.0.0/0", "10.0.0.1", "nvl:x", "none", ",", "GPU-0001-0000"]),
-    st.lists(st.one_of(st.none(), st.integers(), st.text(max_size=3)), max_size=2), st.dictionaries(st.one_of(st.text(max_size=3), st.integers()), st.integers(), max_size=2),
+    st.none(),
+    st.booleans(),
+    st.integers(-2, 70000),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=6),
+    st.just({}),
+    st.just([]),
+    st.just([None]),
+    st.just([[]]),
+    st.just([{}]),
+    st.just({"a": None}),
+    st.sampled_from(
+        [
+            "",
+            "8",
+            "x y",
+            "a\nb",
+            "a\0b",
+            "%s",
+            "$HOME",
+            "'",
+            "²",
+            "\ud800",
+            "--port",
+            "../..",
+            "fe80::1%eth0",
+            "0.0.0.0/0",
+            "10.0.0.1",
+            "nvl:x",
+            "none",
+            ",",
+            "GPU-0001-0000",
+        ]
+    ),
+    st.lists(st.one_of(st.none(), st.integers(), st.text(max_size=3)), max_size=2),
+    st.dictionaries(st.one_of(st.text(max_size=3), st.integers()), st.integers(), max_size=2),
 )
 
 
 def llama_profile(**more: Any) -> dict[str, Any]:
-    return facts.profile(engine="llamacpp", adapters=[{"name": "sql", "path": "/adapters/sql.gguf"}], args=["--ctx-size", "4096"], env={"NCCL_DEBUG": "WARN"}, **more)
+    return facts.profile(
+        engine="llamacpp", adapters=[{"name": "sql", "path": "/adapters/sql.gguf"}], args=["--ctx-size", "4096"], env={"NCCL_DEBUG": "WARN"}, **more
+    )
 
 
 STARTS = [
-    facts.request({f"n{number}": facts.node(number, gpus=2, hcas=2) for number in (1, 2)}, facts.profile(tp=2, gpus_per_node=2, args=["--max-model-len", "1k"], env={"A": "b"}, quantization="fp8"),
-                  {"replica_fabric": "", "replica_http_port": "8000", "replica_leader": ""}),
-    facts.request({f"n{number}": facts.minimal(number, gpus=2) for number in (1, 2, 3)}, facts.profile(tp=2, gpus_per_node=2), {"replica_fabric": "ib:fe80000000000000", "replica_leader_port": 29600}),
-    facts.request({f"n{number}": facts.node(number, gpus=2, shards={"glm": facts.shard(number % 2, gpus=[f"GPU-{number:04d}-0000"]), "other": facts.shard(0)}) for number in (1, 2)},
-                  llama_profile(tp=2, gpus_per_node=2), {"replica_http_host": "0.0.0.0", "replica_http_port": 8001, "replica_leader": "n2"}, replica="glm"),
-    facts.request({f"n{number}": facts.node(number, gpus=2, hcas=1, engines={"vllm": [facts.build(path="/opt/vllm/bin/vllm", paths={}, nccl="2.29.7")]}) for number in (1, 2)},
-                  facts.profile(engine="vllm", tp=2, gpus_per_node=2, adapters=[{"name": "sql", "path": "/adapters/sql"}]), {"replica_fabric": "blue", "replica_fabrics": {"blue": {"hcas": ["mlx5_0"]}}}),
-    facts.request({f"n{number}": facts.node(number, gpus=2, hcas=1, engines={"sglang": [facts.build(path="/opt/sglang/bin/python", paths={})]}) for number in (1, 2)},
-                  facts.profile(engine="sglang", tp=2, gpus_per_node=2, args=["--mem-fraction-static", "0.8"]), {"replica_fabric": "a", "replica_fabrics": {"a": {"hosts": {"n*": {"networks": ["10.21.0.0/16"]}}}}}, key_digest="k"),
-    facts.request({"n1": facts.node(1, gpus=0)}, "small", profiles={"small": {"engine": "sim", "model_path": "/models/glm", "gpus_per_node": "0", "threads": 4}}),
+    facts.request(
+        {f"n{number}": facts.node(number, gpus=2, hcas=2) for number in (1, 2)},
+        facts.profile(tp=2, gpus_per_node=2, args=["--max-model-len", "1k"], env={"A": "b"}, quantization="fp8"),
+        {"replica_fabric": "", "replica_http_port": "8000", "replica_leader": ""},
+    ),
+    facts.request(
+        {f"n{number}": facts.minimal(number, gpus=2) for number in (1, 2, 3)},
+        facts.profile(tp=2, gpus_per_node=2),
+        {"replica_fabric": "ib:fe80000000000000", "replica_leader_port": 29600},
+    ),
+    facts.request(
+        {
+            f"n{number}": facts.node(number, gpus=2, shards={"glm": facts.shard(number % 2, gpus=[f"GPU-{number:04d}-0000"]), "other": facts.shard(0)})
+            for number in (1, 2)
+        },
+        llama_profile(tp=2, gpus_per_node=2),
+        {"replica_http_host": "0.0.0.0", "replica_http_port": 8001, "replica_leader": "n2"},
+        replica="glm",
+    ),
+    facts.request(
+        {
+            f"n{number}": facts.node(number, gpus=2, hcas=1, engines={"vllm": [facts.build(path="/opt/vllm/bin/vllm", paths={}, nccl="2.29.7")]})
+            for number in (1, 2)
+        },
+        facts.profile(engine="vllm", tp=2, gpus_per_node=2, adapters=[{"name": "sql", "path": "/adapters/sql"}]),
+        {"replica_fabric": "blue", "replica_fabrics": {"blue": {"hcas": ["mlx5_0"]}}},
+    ),
+    facts.request(
+        {f"n{number}": facts.node(number, gpus=2, hcas=1, engines={"sglang": [facts.build(path="/opt/sglang/bin/python", paths={})]}) for number in (1, 2)},
+        facts.profile(engine="sglang", tp=2, gpus_per_node=2, args=["--mem-fraction-static", "0.8"]),
+        {"replica_fabric": "a", "replica_fabrics": {"a": {"hosts": {"n*": {"networks": ["10.21.0.0/16"]}}}}},
+        key_digest="k",
+    ),
+    facts.request(
+        {"n1": facts.node(1, gpus=0)}, "small", profiles={"small": {"engine": "sim", "model_path": "/models/glm", "gpus_per_node": "0", "threads": 4}}
+    ),
 ]
 
 
@@ -74,17 +135,32 @@ def removed(value: Any, path: tuple[Any, ...]) -> Any:
 @st.composite
 def mangled(draw: st.DrawFn) -> Request:
     request = draw(st.sampled_from(STARTS))
-    whole = {"facts": {host.name: host.facts for host in request.hosts}, "profile": request.profile, "profiles": request.profiles, "options": dict(request.options), "replica": request.replica}
+    whole = {
+        "facts": {host.name: host.facts for host in request.hosts},
+        "profile": request.profile,
+        "profiles": request.profiles,
+        "options": dict(request.options),
+        "replica": request.replica,
+    }
     for _time in range(draw(st.integers(1, 3))):
         part = draw(st.sampled_from(["facts", "facts", "profile", "profiles", "options", "replica"]))
         path = draw(st.sampled_from([path for path in spots(whole) if path and path[0] == part and path != ("facts",)]))
         if draw(st.integers(0, 4)) == 0 and len(path) > 2:
             whole = removed(whole, path)
         elif draw(st.integers(0, 4)) == 0 and path[0] != "facts":
-            whole = replaced(whole, path[:1], {**whole[path[0]], draw(st.sampled_from(["replica_fabrics", "dp", "x", "nodes"])): draw(NASTY)} if isinstance(whole[path[0]], dict) else draw(NASTY))
+            whole = replaced(
+                whole,
+                path[:1],
+                {**whole[path[0]], draw(st.sampled_from(["replica_fabrics", "dp", "x", "nodes"])): draw(NASTY)}
+                if isinstance(whole[path[0]], dict)
+                else draw(NASTY),
+            )
         else:
             whole = replaced(whole, path, draw(NASTY))
-    hosts = tuple(dataclasses.replace(host, facts=whole["facts"][host.name], rank=draw(st.one_of(st.none(), NASTY)) if draw(st.integers(0, 9)) == 0 else host.rank) for host in request.hosts)
+    hosts = tuple(
+        dataclasses.replace(host, facts=whole["facts"][host.name], rank=draw(st.one_of(st.none(), NASTY)) if draw(st.integers(0, 9)) == 0 else host.rank)
+        for host in request.hosts
+    )
     return dataclasses.replace(request, hosts=hosts, profile=whole["profile"], profiles=whole["profiles"], options=whole["options"], replica=whole["replica"])
 
 
@@ -103,7 +179,11 @@ def test_a_mangled_request_gives_a_plan_or_faults(request_: Request, random: Any
     if faults:
         assert plan["shards"] == {} and plan["leader"] is None and plan["fingerprint"] is None
     else:
-        assert plan["shards"] and plan["leader"]["host"] in plan["shards"] and sorted(shard["rank"] for shard in plan["shards"].values()) == list(range(len(plan["shards"])))
+        assert (
+            plan["shards"]
+            and plan["leader"]["host"] in plan["shards"]
+            and sorted(shard["rank"] for shard in plan["shards"].values()) == list(range(len(plan["shards"])))
+        )
         for shard in plan["shards"].values():
             for launch in shard["launches"]:
                 assert list(launch["env"]) == sorted(launch["env"]) and set(launch["why"]) >= set(launch["env"])

@@ -10,15 +10,14 @@ from typing import Any
 
 import facts
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from ansible_collections.rankzero.inference.plugins.filter.profile import FilterModule
 from ansible_collections.rankzero.inference.plugins.plugin_utils import environment, secrets
 from ansible_collections.rankzero.inference.plugins.plugin_utils.environment_names import is_tunable, refusal
 from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Fault, Findings, natural_key, report, shown
 from ansible_collections.rankzero.inference.plugins.plugin_utils.profile import Profile, parse, select
 from ansible_collections.rankzero.inference.plugins.plugin_utils.values import Reader, as_integer, is_unset, unprintable
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 MINIMAL = {"engine": "sim", "model_path": "/m"}
 
@@ -35,32 +34,107 @@ def fields(data: Any) -> list[str]:
 def test_a_minimal_profile_has_the_defaults() -> None:
     found, faults = read(MINIMAL)
     assert not faults and found is not None
-    assert (found.name, found.served_model_name, found.tp, found.pp, found.nodes, found.gpus_per_node, found.threads, found.args, found.env) == ("glm", "glm", 1, 1, 1, 1, 0, (), ())
+    assert (found.name, found.served_model_name, found.tp, found.pp, found.nodes, found.gpus_per_node, found.threads, found.args, found.env) == (
+        "glm",
+        "glm",
+        1,
+        1,
+        1,
+        1,
+        0,
+        (),
+        (),
+    )
 
 
 def test_survey_strings_mean_what_they_say() -> None:
     """AWX hands every answer over as text, and an empty one as C("")."""
-    strings = {"engine": "sim", "model_path": "/m", "tp": "8", "pp": " 2 ", "nodes": "2", "gpus_per_node": "8", "threads": "", "quantization": "", "served_model_name": "", "args": "", "env": "", "adapters": "",
-               "engine_version": "", "ready_timeout": "60"}
+    strings = {
+        "engine": "sim",
+        "model_path": "/m",
+        "tp": "8",
+        "pp": " 2 ",
+        "nodes": "2",
+        "gpus_per_node": "8",
+        "threads": "",
+        "quantization": "",
+        "served_model_name": "",
+        "args": "",
+        "env": "",
+        "adapters": "",
+        "engine_version": "",
+        "ready_timeout": "60",
+    }
     numbers = {"engine": "sim", "model_path": "/m", "tp": 8, "pp": 2, "nodes": 2, "gpus_per_node": 8, "ready_timeout": 60}
     assert read(strings) == read(numbers) and not read(strings)[1]
 
 
-@pytest.mark.parametrize(("change", "field"), [
-    ({"model_path": ""}, "p.model_path"), ({"model_path": None}, "p.model_path"), ({"model_path": "models/m"}, "p.model_path"), ({"model_path": ["/m"]}, "p.model_path"), ({"model_path": "/m\n"}, "p.model_path"),
-    ({"engine": ""}, "p.engine"), ({"engine": "No Engine"}, "p.engine"), ({"engine": ["sim"]}, "p.engine"), ({"engine": "../sim"}, "p.engine"),
-    ({"tp": 0}, "p.tp"), ({"tp": "x"}, "p.tp"), ({"tp": -1}, "p.tp"), ({"tp": 1.5}, "p.tp"), ({"tp": True}, "p.tp"), ({"pp": -1}, "p.pp"), ({"nodes": 0}, "p.nodes"), ({"nodes": "two"}, "p.nodes"),
-    ({"nodes": 2, "tp": 2}, "p.gpus_per_node"), ({"nodes": 2, "tp": 2, "gpus_per_node": "x"}, "p.gpus_per_node"), ({"gpus_per_node": 2}, "p.gpus_per_node"), ({"tp": 4, "gpus_per_node": 2}, "p.gpus_per_node"),
-    ({"nodes": 2, "gpus_per_node": 8, "tp": 8, "pp": 1}, "p.gpus_per_node"), ({"threads": -1}, "p.threads"), ({"distributed": "mpi"}, "p.distributed"), ({"tpp": 2}, "p.tpp"), ({1: 2}, "p.1"),
-    ({"args": "--a b"}, "p.args"), ({"args": {"a": 1}}, "p.args"), ({"args": ["a\nb"]}, "p.args[0]"), ({"args": ["a", "b\0"]}, "p.args[1]"), ({"args": [None]}, "p.args[0]"), ({"args": [True]}, "p.args[0]"), ({"args": [["a"]]}, "p.args[0]"),
-    ({"env": ["A=1"]}, "p.env"), ({"env": {"A": None}}, "p.env.A"), ({"env": {"A": True}}, "p.env.A"), ({"env": {"A": "x\ny"}}, "p.env.A"), ({"env": {"A": "\0"}}, "p.env.A"), ({"env": {"A": "\ud800"}}, "p.env.A"),
-    ({"env": {"1A": "x"}}, "p.env.1A"), ({"env": {"A B": "x"}}, "p.env.A B"), ({"env": {"A\n": "x"}}, "p.env.A\n"), ({"env": {"LD_PRELOAD": "x"}}, "p.env.LD_PRELOAD"), ({"env": {"": "x"}}, "p.env."),
-    ({"adapters": {"name": "a"}}, "p.adapters"), ({"adapters": ["a"]}, "p.adapters"), ({"adapters": [{"path": "/a"}]}, "p.adapters[0].name"), ({"adapters": [{"name": "a"}]}, "p.adapters[0].path"),
-    ({"adapters": [{"name": "a b", "path": "/a"}]}, "p.adapters[0].name"), ({"adapters": [{"name": "a", "path": "a"}]}, "p.adapters[0].path"), ({"adapters": [{"name": "a", "path": "/a", "sha256": "ff"}]}, "p.adapters[0].sha256"),
-    ({"adapters": [{"name": "a", "path": "/a", "x": 1}]}, "p.adapters[0].x"), ({"adapters": [{"name": "a", "path": "/a"}, {"name": "a", "path": "/b"}]}, "p.adapters"), ({"adapters": [{"name": "glm", "path": "/a"}]}, "p.adapters"),
-    ({"served_model_name": "-x"}, "p.served_model_name"), ({"served_model_name": "a b"}, "p.served_model_name"), ({"name": "a b"}, "p.served_model_name"), ({"name": ["x"]}, "p.name"), ({"gpu_memory_min_mib": 0}, "p.gpu_memory_min_mib"),
-    ({"ready_timeout": 1}, "p.ready_timeout"), ({"stop_timeout": 0}, "p.stop_timeout"),
-])
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"model_path": ""}, "p.model_path"),
+        ({"model_path": None}, "p.model_path"),
+        ({"model_path": "models/m"}, "p.model_path"),
+        ({"model_path": ["/m"]}, "p.model_path"),
+        ({"model_path": "/m\n"}, "p.model_path"),
+        ({"engine": ""}, "p.engine"),
+        ({"engine": "No Engine"}, "p.engine"),
+        ({"engine": ["sim"]}, "p.engine"),
+        ({"engine": "../sim"}, "p.engine"),
+        ({"tp": 0}, "p.tp"),
+        ({"tp": "x"}, "p.tp"),
+        ({"tp": -1}, "p.tp"),
+        ({"tp": 1.5}, "p.tp"),
+        ({"tp": True}, "p.tp"),
+        ({"pp": -1}, "p.pp"),
+        ({"nodes": 0}, "p.nodes"),
+        ({"nodes": "two"}, "p.nodes"),
+        ({"nodes": 2, "tp": 2}, "p.gpus_per_node"),
+        ({"nodes": 2, "tp": 2, "gpus_per_node": "x"}, "p.gpus_per_node"),
+        ({"gpus_per_node": 2}, "p.gpus_per_node"),
+        ({"tp": 4, "gpus_per_node": 2}, "p.gpus_per_node"),
+        ({"nodes": 2, "gpus_per_node": 8, "tp": 8, "pp": 1}, "p.gpus_per_node"),
+        ({"threads": -1}, "p.threads"),
+        ({"distributed": "mpi"}, "p.distributed"),
+        ({"tpp": 2}, "p.tpp"),
+        ({1: 2}, "p.1"),
+        ({"args": "--a b"}, "p.args"),
+        ({"args": {"a": 1}}, "p.args"),
+        ({"args": ["a\nb"]}, "p.args[0]"),
+        ({"args": ["a", "b\0"]}, "p.args[1]"),
+        ({"args": [None]}, "p.args[0]"),
+        ({"args": [True]}, "p.args[0]"),
+        ({"args": [["a"]]}, "p.args[0]"),
+        ({"env": ["A=1"]}, "p.env"),
+        ({"env": {"A": None}}, "p.env.A"),
+        ({"env": {"A": True}}, "p.env.A"),
+        ({"env": {"A": "x\ny"}}, "p.env.A"),
+        ({"env": {"A": "\0"}}, "p.env.A"),
+        ({"env": {"A": "\ud800"}}, "p.env.A"),
+        ({"env": {"1A": "x"}}, "p.env.1A"),
+        ({"env": {"A B": "x"}}, "p.env.A B"),
+        ({"env": {"A\n": "x"}}, "p.env.A\n"),
+        ({"env": {"LD_PRELOAD": "x"}}, "p.env.LD_PRELOAD"),
+        ({"env": {"": "x"}}, "p.env."),
+        ({"adapters": {"name": "a"}}, "p.adapters"),
+        ({"adapters": ["a"]}, "p.adapters"),
+        ({"adapters": [{"path": "/a"}]}, "p.adapters[0].name"),
+        ({"adapters": [{"name": "a"}]}, "p.adapters[0].path"),
+        ({"adapters": [{"name": "a b", "path": "/a"}]}, "p.adapters[0].name"),
+        ({"adapters": [{"name": "a", "path": "a"}]}, "p.adapters[0].path"),
+        ({"adapters": [{"name": "a", "path": "/a", "sha256": "ff"}]}, "p.adapters[0].sha256"),
+        ({"adapters": [{"name": "a", "path": "/a", "x": 1}]}, "p.adapters[0].x"),
+        ({"adapters": [{"name": "a", "path": "/a"}, {"name": "a", "path": "/b"}]}, "p.adapters"),
+        ({"adapters": [{"name": "glm", "path": "/a"}]}, "p.adapters"),
+        ({"served_model_name": "-x"}, "p.served_model_name"),
+        ({"served_model_name": "a b"}, "p.served_model_name"),
+        ({"name": "a b"}, "p.served_model_name"),
+        ({"name": ["x"]}, "p.name"),
+        ({"gpu_memory_min_mib": 0}, "p.gpu_memory_min_mib"),
+        ({"ready_timeout": 1}, "p.ready_timeout"),
+        ({"stop_timeout": 0}, "p.stop_timeout"),
+    ],
+)
 def test_one_wrong_field_is_one_fault_that_names_it(change: dict[Any, Any], field: str) -> None:
     assert fields({**MINIMAL, **change}) == [field]
 
@@ -72,11 +146,24 @@ def test_all_faults_come_together_and_say_what_to_do() -> None:
     assert "loader" in next(fault for fault in faults if fault.field == "p.env.LD_PRELOAD").hint
 
 
-@pytest.mark.parametrize(("profile", "profiles", "field"), [
-    (None, None, "replica_profile"), ("", {}, "replica_profile"), ("x", {"y": MINIMAL}, "replica_profile"), (5, {"y": MINIMAL}, "replica_profile"), ("y", ["y"], "replica_profile"), ("y", "y", "replica_profile"),
-    ("y", {"y": "z"}, "replica_profiles.y"), ("y", {"y": None}, "replica_profiles.y"), ("y", {"y": {**MINIMAL, "tp": 0}}, "replica_profiles.y.tp"), ({**MINIMAL, "tp": 0}, None, "replica_profile.tp"),
-    ("a\nb", {"a\nb": MINIMAL}, "replica_profiles.'a\\nb'.name"), ([], {}, "replica_profile"), ("y", {1: 2, "\ud800": 3}, "replica_profile"),
-])
+@pytest.mark.parametrize(
+    ("profile", "profiles", "field"),
+    [
+        (None, None, "replica_profile"),
+        ("", {}, "replica_profile"),
+        ("x", {"y": MINIMAL}, "replica_profile"),
+        (5, {"y": MINIMAL}, "replica_profile"),
+        ("y", ["y"], "replica_profile"),
+        ("y", "y", "replica_profile"),
+        ("y", {"y": "z"}, "replica_profiles.y"),
+        ("y", {"y": None}, "replica_profiles.y"),
+        ("y", {"y": {**MINIMAL, "tp": 0}}, "replica_profiles.y.tp"),
+        ({**MINIMAL, "tp": 0}, None, "replica_profile.tp"),
+        ("a\nb", {"a\nb": MINIMAL}, "replica_profiles.'a\\nb'.name"),
+        ([], {}, "replica_profile"),
+        ("y", {1: 2, "\ud800": 3}, "replica_profile"),
+    ],
+)
 def test_where_a_profile_is_looked_for(profile: Any, profiles: Any, field: str) -> None:
     findings = Findings()
     select(profile, profiles, findings)
@@ -92,7 +179,9 @@ def test_a_name_close_to_a_known_profile_is_offered() -> None:
 
 
 def test_the_profile_is_plain_data_in_the_order_given() -> None:
-    found, faults = read({**MINIMAL, "adapters": [{"name": "z", "path": "/z"}, {"name": "a", "path": "/a"}], "env": {"B": 2, "A": 0.5}, "args": ["--x", 5, 0.6]})
+    found, faults = read(
+        {**MINIMAL, "adapters": [{"name": "z", "path": "/z"}, {"name": "a", "path": "/a"}], "env": {"B": 2, "A": 0.5}, "args": ["--x", 5, 0.6]}
+    )
     assert not faults and found is not None
     data = found.as_dict()
     assert [adapter["name"] for adapter in data["adapters"]] == ["z", "a"] and data["env"] == {"A": "0.5", "B": "2"} and data["args"] == ["--x", "5", "0.6"]
@@ -100,12 +189,35 @@ def test_the_profile_is_plain_data_in_the_order_given() -> None:
 
 # ---- values
 
-@pytest.mark.parametrize(("value", "number"), [(8, 8), ("8", 8), (" 8 ", 8), ("+8", 8), ("-8", -8), ("08", 8), (8.0, None), ("8.0", None), ("8x", None), ("", None), (True, None), (None, None), ([8], None), ("٣", None), ("²", None), ("9" * 19, None)])
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [
+        (8, 8),
+        ("8", 8),
+        (" 8 ", 8),
+        ("+8", 8),
+        ("-8", -8),
+        ("08", 8),
+        (8.0, None),
+        ("8.0", None),
+        ("8x", None),
+        ("", None),
+        (True, None),
+        (None, None),
+        ([8], None),
+        ("٣", None),
+        ("²", None),
+        ("9" * 19, None),
+    ],
+)
 def test_whole_numbers(value: Any, number: int | None) -> None:
     assert as_integer(value) == number
 
 
-@pytest.mark.parametrize(("value", "wanted"), [(True, True), ("yes", True), ("True", True), ("1", True), (1, True), ("off", False), (0, False), ("", False), (None, False)])
+@pytest.mark.parametrize(
+    ("value", "wanted"), [(True, True), ("yes", True), ("True", True), ("1", True), (1, True), ("off", False), (0, False), ("", False), (None, False)]
+)
 def test_booleans(value: Any, wanted: bool) -> None:
     findings = Findings()
     assert Reader({"x": value}, "", findings).boolean("x") is wanted and not findings.faults
@@ -117,7 +229,11 @@ def test_booleans(value: Any, wanted: bool) -> None:
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
 def test_texts_without_a_complaint_can_be_written_anywhere(text: str) -> None:
     if unprintable(text) is None:
-        assert text.encode("utf-8") is not None and len((text + "x").splitlines()) == 1 and not any(ord(character) < 32 and character != "\t" for character in text)
+        assert (
+            text.encode("utf-8") is not None
+            and len((text + "x").splitlines()) == 1
+            and not any(ord(character) < 32 and character != "\t" for character in text)
+        )
     else:
         assert not text.replace("\t", "").isprintable()
     assert is_unset(text) == (text == "")
@@ -125,7 +241,20 @@ def test_texts_without_a_complaint_can_be_written_anywhere(text: str) -> None:
 
 def test_the_filters_never_fail() -> None:
     filters = FilterModule().filters()
-    nasty = [None, "", 5, [], {}, [None], {"a": []}, "x", ["/a", 5], {"model_path": 5, "adapters": 5}, {"adapters": [5, {"path": "/a"}]}, {"model_path": "/m\0"}]
+    nasty = [
+        None,
+        "",
+        5,
+        [],
+        {},
+        [None],
+        {"a": []},
+        "x",
+        ["/a", 5],
+        {"model_path": 5, "adapters": 5},
+        {"adapters": [5, {"path": "/a"}]},
+        {"model_path": "/m\0"},
+    ]
     for one, other in itertools.product(nasty, repeat=2):
         assert isinstance(filters["profile_paths"](one, other), list)
         assert isinstance(filters["whole_numbers"](one), list)
@@ -135,22 +264,30 @@ def test_the_filters_never_fail() -> None:
 
 # ---- names of environment variables
 
-REFUSED = """LD_PRELOAD LD_AUDIT LD_LIBRARY_PATH LD_BIND_NOW GLIBC_TUNABLES GCONV_PATH LOCPATH NLSPATH HOSTALIASES RES_OPTIONS MALLOC_CHECK_ DYLD_INSERT_LIBRARIES PATH BASH_ENV BASH_FUNC_x ENV
-SHELLOPTS PS4 PROMPT_COMMAND IFS CDPATH SHELL HOME USER LOGNAME TMPDIR TMP TEMP EDITOR PAGER NOTIFY_SOCKET LISTEN_FDS LISTEN_PID XDG_CONFIG_HOME PYTHONPATH PYTHONHOME PYTHONSTARTUP PYTHONHASHSEED VIRTUAL_ENV
-CONDA_PREFIX PIP_INDEX_URL UV_INDEX CUDA_INJECTION64_PATH NVTX_INJECTION64_PATH CUDA_COREDUMP_PIPE CUDA_COREDUMP_FILE CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY CUDA_CACHE_PATH CUDA_HOME CUDA_PATH CUDACXX
-NVCC_PREPEND_FLAGS CC CXX NVIDIA_VISIBLE_DEVICES NVIDIA_DRIVER_CAPABILITIES CUDA_VISIBLE_DEVICES CUDA_DEVICE_ORDER HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES ZE_AFFINITY_MASK NCCL_NET_PLUGIN NCCL_TUNER_PLUGIN
-NCCL_PROFILER_PLUGIN NCCL_ENV_PLUGIN NCCL_GIN_PLUGIN NCCL_CONF_FILE NCCL_TOPO_FILE NCCL_GRAPH_FILE NCCL_TOPO_DUMP_FILE NCCL_DEBUG_FILE NCCL_COMM_ID UCX_MODULE_DIR UCX_CONFIG_DIR NVSHMEM_BOOTSTRAP_PLUGIN
-FI_PROVIDER_PATH RDMAV_DRIVERS IBV_DRIVERS OMPI_MCA_btl PMIX_RANK MASTER_ADDR MASTER_PORT RANK WORLD_SIZE LOCAL_RANK GROUP_RANK NODE_RANK TORCHELASTIC_RUN_ID TORCH_EXTENSIONS_DIR TORCHINDUCTOR_CACHE_DIR
-TRITON_CACHE_DIR TRITON_CACHE_MANAGER TRITON_PTXAS_PATH TRITON_PLUGIN_PATHS TORCH_DEVICE_BACKEND_AUTOLOAD TORCH_LOGS_OUT DG_JIT_CACHE_DIR FLASHINFER_CUBIN_DIR FLASHINFER_WORKSPACE_BASE FLASHINFER_NVCC TVM_HOME
-TILELANG_CACHE_DIR CUTE_CUBIN_PATH FLASH_ATTENTION_CUTE_DSL_CACHE_DIR RAY_ADDRESS RAY_RUNTIME_ENV_HOOK RAY_TMPDIR HF_TOKEN HUGGING_FACE_HUB_TOKEN HF_ENDPOINT HF_HUB_OFFLINE HF_HOME HF_MODULES_CACHE
-TRANSFORMERS_CACHE VLLM_USE_MODELSCOPE MODELSCOPE_CACHE AWS_SECRET_ACCESS_KEY S3_ENDPOINT HTTP_PROXY https_proxy NO_PROXY SSL_CERT_FILE REQUESTS_CA_BUNDLE CURL_CA_BUNDLE OPENSSL_CONF OPENSSL_MODULES
-OTEL_EXPORTER_OTLP_ENDPOINT WANDB_API_KEY EXA_API_KEY VLLM_RUST_FRONTEND_PATH VLLM_USE_RUST_FRONTEND VLLM_NCCL_SO_PATH VLLM_CUDART_SO_PATH VLLM_PLUGINS VLLM_LOGGING_CONFIG_PATH VLLM_ALLOW_INSECURE_SERIALIZATION
-VLLM_SERVER_DEV_MODE VLLM_TARGET_DEVICE VLLM_MODEL_REDIRECT_PATH VLLM_ALLOW_RUNTIME_LORA_UPDATING VLLM_LORA_RESOLVER_CACHE_DIR VLLM_DP_RANK VLLM_HOST_IP VLLM_PORT VLLM_CONFIG_ROOT VLLM_CACHE_ROOT VLLM_API_KEY
-VLLM_KEEP_ALIVE_ON_ENGINE_DEATH VLLM_NIC_SELECTION_VARS VLLM_TEST_FORCE VLLM_RAY_PER_WORKER_GPUS VLLM_NIXL_SIDE_CHANNEL_HOST LMCACHE_CONFIG_FILE MOONCAKE_CONFIG_PATH PROMETHEUS_MULTIPROC_DIR
-SGLANG_EXTERNAL_MODEL_PACKAGE SGLANG_HTTP_SERVER_APP_PATH SGLANG_PLUGINS SGLANG_PLATFORM SGLANG_NCCL_SO_PATH SGLANG_LOGGING_CONFIG_PATH SGLANG_TEST_X SGLANG_BLOCK_NONZERO_RANK_CHILDREN SGLANG_USE_CPU_ENGINE
-SGLANG_PORT SGLANG_HOST_IP HOST_IP POD_IP SGLANG_LOCAL_IP_NIC SGLANG_ZMQ_ALLOWED_PEERS SGLANG_USE_PICKLE_IPC SGLANG_CACHE_DIR SGLANG_DUMP_X DUMPER_DIR SGLANG_EXPOSE_OWN_ENV_VARS AIP_MODE AIP_HTTP_PORT
-GGML_BACKEND_PATH GGML_ET_KERNELS_PATH GGML_BACKTRACE_LLDB GGML_CUDA_DEVICES GGML_CUDA_ENABLE_UNIFIED_MEMORY GGML_RPC_X GGML_RDMA_X LLAMA_ARG_PORT LLAMA_ARG_NO_MMAP LLAMA_API_KEY LLAMA_CACHE LLAMA_LOG_FILE
-RANKZERO_SHARD CREDENTIALS_DIRECTORY WATCHDOG_USEC""".split()
+REFUSED = """
+LD_PRELOAD LD_AUDIT LD_LIBRARY_PATH LD_BIND_NOW GLIBC_TUNABLES GCONV_PATH LOCPATH NLSPATH HOSTALIASES RES_OPTIONS MALLOC_CHECK_ DYLD_INSERT_LIBRARIES
+PATH BASH_ENV BASH_FUNC_x ENV SHELLOPTS PS4 PROMPT_COMMAND IFS CDPATH SHELL HOME USER LOGNAME TMPDIR TMP TEMP EDITOR PAGER NOTIFY_SOCKET LISTEN_FDS
+LISTEN_PID XDG_CONFIG_HOME PYTHONPATH PYTHONHOME PYTHONSTARTUP PYTHONHASHSEED VIRTUAL_ENV CONDA_PREFIX PIP_INDEX_URL UV_INDEX CUDA_INJECTION64_PATH
+NVTX_INJECTION64_PATH CUDA_COREDUMP_PIPE CUDA_COREDUMP_FILE CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY CUDA_CACHE_PATH CUDA_HOME CUDA_PATH CUDACXX
+NVCC_PREPEND_FLAGS CC CXX NVIDIA_VISIBLE_DEVICES NVIDIA_DRIVER_CAPABILITIES CUDA_VISIBLE_DEVICES CUDA_DEVICE_ORDER HIP_VISIBLE_DEVICES
+ROCR_VISIBLE_DEVICES ZE_AFFINITY_MASK NCCL_NET_PLUGIN NCCL_TUNER_PLUGIN NCCL_PROFILER_PLUGIN NCCL_ENV_PLUGIN NCCL_GIN_PLUGIN NCCL_CONF_FILE
+NCCL_TOPO_FILE NCCL_GRAPH_FILE NCCL_TOPO_DUMP_FILE NCCL_DEBUG_FILE NCCL_COMM_ID UCX_MODULE_DIR UCX_CONFIG_DIR NVSHMEM_BOOTSTRAP_PLUGIN
+FI_PROVIDER_PATH RDMAV_DRIVERS IBV_DRIVERS OMPI_MCA_btl PMIX_RANK MASTER_ADDR MASTER_PORT RANK WORLD_SIZE LOCAL_RANK GROUP_RANK NODE_RANK
+TORCHELASTIC_RUN_ID TORCH_EXTENSIONS_DIR TORCHINDUCTOR_CACHE_DIR TRITON_CACHE_DIR TRITON_CACHE_MANAGER TRITON_PTXAS_PATH TRITON_PLUGIN_PATHS
+TORCH_DEVICE_BACKEND_AUTOLOAD TORCH_LOGS_OUT DG_JIT_CACHE_DIR FLASHINFER_CUBIN_DIR FLASHINFER_WORKSPACE_BASE FLASHINFER_NVCC TVM_HOME
+TILELANG_CACHE_DIR CUTE_CUBIN_PATH FLASH_ATTENTION_CUTE_DSL_CACHE_DIR RAY_ADDRESS RAY_RUNTIME_ENV_HOOK RAY_TMPDIR HF_TOKEN HUGGING_FACE_HUB_TOKEN
+HF_ENDPOINT HF_HUB_OFFLINE HF_HOME HF_MODULES_CACHE TRANSFORMERS_CACHE VLLM_USE_MODELSCOPE MODELSCOPE_CACHE AWS_SECRET_ACCESS_KEY S3_ENDPOINT
+HTTP_PROXY https_proxy NO_PROXY SSL_CERT_FILE REQUESTS_CA_BUNDLE CURL_CA_BUNDLE OPENSSL_CONF OPENSSL_MODULES OTEL_EXPORTER_OTLP_ENDPOINT WANDB_API_KEY
+EXA_API_KEY VLLM_RUST_FRONTEND_PATH VLLM_USE_RUST_FRONTEND VLLM_NCCL_SO_PATH VLLM_CUDART_SO_PATH VLLM_PLUGINS VLLM_LOGGING_CONFIG_PATH
+VLLM_ALLOW_INSECURE_SERIALIZATION VLLM_SERVER_DEV_MODE VLLM_TARGET_DEVICE VLLM_MODEL_REDIRECT_PATH VLLM_ALLOW_RUNTIME_LORA_UPDATING
+VLLM_LORA_RESOLVER_CACHE_DIR VLLM_DP_RANK VLLM_HOST_IP VLLM_PORT VLLM_CONFIG_ROOT VLLM_CACHE_ROOT VLLM_API_KEY VLLM_KEEP_ALIVE_ON_ENGINE_DEATH
+VLLM_NIC_SELECTION_VARS VLLM_TEST_FORCE VLLM_RAY_PER_WORKER_GPUS VLLM_NIXL_SIDE_CHANNEL_HOST LMCACHE_CONFIG_FILE MOONCAKE_CONFIG_PATH
+PROMETHEUS_MULTIPROC_DIR SGLANG_EXTERNAL_MODEL_PACKAGE SGLANG_HTTP_SERVER_APP_PATH SGLANG_PLUGINS SGLANG_PLATFORM SGLANG_NCCL_SO_PATH
+SGLANG_LOGGING_CONFIG_PATH SGLANG_TEST_X SGLANG_BLOCK_NONZERO_RANK_CHILDREN SGLANG_USE_CPU_ENGINE SGLANG_PORT SGLANG_HOST_IP HOST_IP POD_IP
+SGLANG_LOCAL_IP_NIC SGLANG_ZMQ_ALLOWED_PEERS SGLANG_USE_PICKLE_IPC SGLANG_CACHE_DIR SGLANG_DUMP_X DUMPER_DIR SGLANG_EXPOSE_OWN_ENV_VARS AIP_MODE
+AIP_HTTP_PORT GGML_BACKEND_PATH GGML_ET_KERNELS_PATH GGML_BACKTRACE_LLDB GGML_CUDA_DEVICES GGML_CUDA_ENABLE_UNIFIED_MEMORY GGML_RPC_X GGML_RDMA_X
+LLAMA_ARG_PORT LLAMA_ARG_NO_MMAP LLAMA_API_KEY LLAMA_CACHE LLAMA_LOG_FILE RANKZERO_SHARD CREDENTIALS_DIRECTORY WATCHDOG_USEC
+""".split()
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -159,12 +296,31 @@ def test_names_that_execute_hijack_leak_or_contradict_are_refused_and_dropped_ag
     assert fields({**MINIMAL, "env": {name: "x"}}) == ["p.env." + name]
     env = environment.Environment({name: "ours"}, {name: "planned"})
     findings = Findings()
-    environment.override(env, {name: "x", "FREE": "y"}, rank=0, host="n1", findings=findings)       # whatever let it through
+    environment.override(env, {name: "x", "FREE": "y"}, rank=0, host="n1", findings=findings)  # whatever let it through
     assert env.values == {name: "ours", "FREE": "y"}
 
 
-@pytest.mark.parametrize("name", ["NCCL_DEBUG", "NCCL_IB_TC", "NCCL_IB_HCA", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "UCX_TLS", "OMP_NUM_THREADS", "FI_PROVIDER", "VLLM_LOGGING_LEVEL", "VLLM_ATTENTION_BACKEND", "CUDA_MODULE_LOADING",
-                                  "MY_VARIABLE", "_x", "ld_preload", "TOKENIZERS_PARALLELISM", "PYTORCH_CUDA_ALLOC_CONF"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NCCL_DEBUG",
+        "NCCL_IB_TC",
+        "NCCL_IB_HCA",
+        "NCCL_SOCKET_IFNAME",
+        "GLOO_SOCKET_IFNAME",
+        "UCX_TLS",
+        "OMP_NUM_THREADS",
+        "FI_PROVIDER",
+        "VLLM_LOGGING_LEVEL",
+        "VLLM_ATTENTION_BACKEND",
+        "CUDA_MODULE_LOADING",
+        "MY_VARIABLE",
+        "_x",
+        "ld_preload",
+        "TOKENIZERS_PARALLELISM",
+        "PYTORCH_CUDA_ALLOC_CONF",
+    ],
+)
 def test_names_for_tuning_are_free(name: str) -> None:
     assert refusal(name) is None and fields({**MINIMAL, "env": {name: "x"}}) == []
 
@@ -180,7 +336,25 @@ def test_tunable_names() -> None:
 
 # ---- the key
 
-@pytest.mark.parametrize(("key", "good"), [("abc", True), ("a" * 200, True), ("a!~$%'\"", True), (None, True), ("", True), ("a b", False), ("a\n", False), ("é", False), ("a,b", False), ("#a", False), (5, False), (["a"], False), ("\0", False)])
+
+@pytest.mark.parametrize(
+    ("key", "good"),
+    [
+        ("abc", True),
+        ("a" * 200, True),
+        ("a!~$%'\"", True),
+        (None, True),
+        ("", True),
+        ("a b", False),
+        ("a\n", False),
+        ("é", False),
+        ("a,b", False),
+        ("#a", False),
+        (5, False),
+        (["a"], False),
+        ("\0", False),
+    ],
+)
 def test_keys(key: Any, good: bool) -> None:
     findings = Findings()
     found = secrets.check(key, findings)
@@ -194,6 +368,7 @@ def test_the_digest_stands_for_key_and_replica() -> None:
 
 
 # ---- faults
+
 
 @given(st.lists(st.one_of(st.text(max_size=5), st.from_regex(r"[a-z]{0,2}[0-9²٣]{0,3}[a-z]?", fullmatch=True)), max_size=6))
 @settings(max_examples=500, deadline=None, derandomize=True, database=None)
@@ -213,6 +388,8 @@ def test_faults_are_shown_with_host_rank_seen_wanted_and_hint() -> None:
     findings.fault("z", "x\x1b[31m", "text")
     findings.fault("z", "x\x1b[31m", "text", "Another hint.")
     assert report(findings.faults, "Faults") == (
-        "Faults (4):\n  1. z: seen 'x\\x1b[31m', wanted text\n  2. z: seen 'x\\x1b[31m', wanted text. Another hint.\n  3. n2: a: seen true, wanted text\n  4. n10 rank 1: b: seen nothing, wanted text. Do it.")
+        "Faults (4):\n  1. z: seen 'x\\x1b[31m', wanted text\n"
+        "  2. z: seen 'x\\x1b[31m', wanted text. Another hint.\n  3. n2: a: seen true, wanted text\n  4. n10 rank 1: b: seen nothing, wanted text. Do it."
+    )
     assert shown("a" * 500).endswith("...") and len(shown(["a"] * 500)) == 200 and shown("") == "''" and shown(" x") == "' x'"
     assert facts.plan(wanted=facts.profile(tp=0))["faults"][0]["field"] == "replica_profile.tp"

@@ -16,15 +16,45 @@ from types import ModuleType
 
 import facts
 import pytest
+from ansible_collections.rankzero.inference.plugins.plugin_utils import collection_files, convergence, render
+from ansible_collections.rankzero.inference.plugins.plugin_utils.values import unprintable
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from supervisor.options import ServerOptions, UnhosedConfigParser
 
-from ansible_collections.rankzero.inference.plugins.plugin_utils import collection_files, convergence, render
-from ansible_collections.rankzero.inference.plugins.plugin_utils.values import unprintable
-
 VALUES = st.text(st.characters(exclude_categories=["Cs"]), max_size=20).filter(lambda text: unprintable(text) is None)
-HARD = ["", "'", "''", '"', "\\", "\\'", "$HOME", "$$", "${X}", "%n", "%%", "%(here)s", "`id`", "$(id)", "a b", " a ", "\ta\t", "#x", " #x", ";x", " ; x", "!x", "~", "*", "é漢🎉", "a=b", "-x", "{{ x }}", "{% x %}", "{# x #}"]
+HARD = [
+    "",
+    "'",
+    "''",
+    '"',
+    "\\",
+    "\\'",
+    "$HOME",
+    "$$",
+    "${X}",
+    "%n",
+    "%%",
+    "%(here)s",
+    "`id`",
+    "$(id)",
+    "a b",
+    " a ",
+    "\ta\t",
+    "#x",
+    " #x",
+    ";x",
+    " ; x",
+    "!x",
+    "~",
+    "*",
+    "é漢🎉",
+    "a=b",
+    "-x",
+    "{{ x }}",
+    "{% x %}",
+    "{# x #}",
+]
 NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,6}", fullmatch=True)
 TEMPLATES = {name: collection_files.template(name) for name in collection_files.TEMPLATES}
 
@@ -44,10 +74,13 @@ RUN_SHARD = run_shard()
 
 def env_file(values: dict[str, str]) -> str:
     shard = {"rank": 0, "labels": {"replica": "glm"}, "fingerprint": "x"}
-    return render.render_template(TEMPLATES["shard.env.j2"], {"shard": shard, "environment": values, "why": {name: "because\nA='evil'\x85B='evil'" for name in values}})
+    return render.render_template(
+        TEMPLATES["shard.env.j2"], {"shard": shard, "environment": values, "why": dict.fromkeys(values, "because\nA='evil'\x85B='evil'")}
+    )
 
 
 # ---- shard.env
+
 
 def systemd_environment_file(text: str) -> dict[str, str]:
     """EnvironmentFile= of systemd.exec(5), for what is written here: in single quotes everything is literal, outside a backslash takes the next character."""
@@ -104,6 +137,7 @@ def test_names_are_sorted_and_read_back(values: dict[str, str]) -> None:
 
 # ---- ExecStart= of systemd
 
+
 def systemd_unquote(line: str) -> list[str]:
     """Words of a command line by systemd.service(5) and systemd.syntax(7): quotes, C escapes, then % specifiers and $ variables (all of which must be doubled)."""
     words, word, quote, position, started = [], "", "", 0, False
@@ -152,6 +186,7 @@ def test_settings_of_a_unit_come_back(value: str) -> None:
 
 # ---- supervisord, by its own parser
 
+
 def supervisor_program(directory: pathlib.Path, text: str) -> tuple[list[str], dict[str, str]]:
     """argv that supervisord would execute, and the texts of [supervisord] and the program."""
     (directory / "supervisord.conf").write_text(text, encoding="utf-8")
@@ -182,8 +217,13 @@ ROOTS = ["/", "/srv/a b", "/srv/it's", "/srv/50%", "/srv/$HOME/x", '/srv/"q"', "
 
 
 def rendered(manager: str, root: str = "/", **more: object) -> tuple[dict, render.Rendered]:
-    plan = facts.good(facts.hosts(), facts.profile(env={"A": "it's $HOME 50%", "NCCL_DEBUG": "WARN"}, args=["--sim-fail", "a 'b' $c %d \"e\""]), key_digest="k",
-                      inputs={name: {"root": root, "service_manager": manager} for name in ("n1", "n2")}, **more)
+    plan = facts.good(
+        facts.hosts(),
+        facts.profile(env={"A": "it's $HOME 50%", "NCCL_DEBUG": "WARN"}, args=["--sim-fail", "a 'b' $c %d \"e\""]),
+        key_digest="k",
+        inputs={name: {"root": root, "service_manager": manager} for name in ("n1", "n2")},
+        **more,
+    )
     shard = plan["shards"]["n1"]
     return shard, render.render(shard, TEMPLATES, {"run_shard.py": collection_files.program("run_shard.py"), "sim_engine.py": "x\n"})
 
@@ -200,8 +240,12 @@ def test_a_root_of_any_name_reaches_both_service_managers(tmp_path: pathlib.Path
     _shard, other = rendered("supervisor", root)
     logs = tmp_path / "logs"
     logs.mkdir()
-    argv, texts = supervisor_program(tmp_path, re.sub(r"^(childlogdir|directory|stdout_logfile|logfile)=.*", lambda line: line.group(0), other.unit, flags=re.M).replace(
-        render.supervisor_text(base + "/var/log/rankzero/glm"), str(logs)).replace("directory=%s" % render.supervisor_text(base + "/etc/rankzero/glm"), "directory=%s" % tmp_path))
+    argv, texts = supervisor_program(
+        tmp_path,
+        re.sub(r"^(childlogdir|directory|stdout_logfile|logfile)=.*", lambda line: line.group(0), other.unit, flags=re.M)
+        .replace(render.supervisor_text(base + "/var/log/rankzero/glm"), str(logs))
+        .replace("directory=%s" % render.supervisor_text(base + "/etc/rankzero/glm"), "directory=%s" % tmp_path),
+    )
     assert argv == ["/usr/bin/python3", "-I", base + "/etc/rankzero/glm/current/run_shard.py"]
     assert texts["pidfile"] == base + "/run/rankzero/glm/supervisord.pid" and texts["stdout"] == str(logs / "shard.log")
 
@@ -223,7 +267,13 @@ def test_run_shard_accepts_what_is_rendered_and_sees_every_value(tmp_path: pathl
         assert launch["secret_env"] == {"VLLM_API_KEY": "api_key"}
     assert shared["A"] == "it's $HOME 50%" and document["launches"][-1]["args"][4] == "a 'b' $c %d \"e\""
     assert "VLLM_API_KEY" not in found.files["shard.env"]
-    done = subprocess.run([sys.executable, str(pathlib.Path(collection_files.ROLE) / "files/run_shard.py"), str(tmp_path), "--show"], capture_output=True, text=True, timeout=20, check=False)
+    done = subprocess.run(
+        [sys.executable, str(pathlib.Path(collection_files.ROLE) / "files/run_shard.py"), str(tmp_path), "--show"],
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
+    )
     assert done.returncode == 0 and shlex.quote("a 'b' $c %d \"e\"") in done.stdout and "(secret)" in done.stdout, done.stderr
 
 
@@ -234,7 +284,13 @@ def test_what_differs_between_launches_is_not_shared() -> None:
 
 def test_converged_is_equal_files_service_and_proof() -> None:
     shard, found = rendered("systemd")
-    record = {"revision": shard["fingerprint"], "files_sha256": found.hashes(), "unit": {"sha256": render.sha256(found.unit), "manager": "systemd", "active": True}, "stage": "running", "ready": True}
+    record = {
+        "revision": shard["fingerprint"],
+        "files_sha256": found.hashes(),
+        "unit": {"sha256": render.sha256(found.unit), "manager": "systemd", "active": True},
+        "stage": "running",
+        "ready": True,
+    }
     assert convergence.reasons(record, shard, found) == []
     unit = record["unit"]
     cases = {
