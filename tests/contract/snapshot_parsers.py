@@ -67,7 +67,7 @@ def of_llamacpp(binary: str) -> dict[str, Any]:
         if not line.startswith("-") or line.startswith("-----"):
             continue
         names, rest = [], line.rstrip()
-        while found := re.match(r"\s*(--?[A-Za-z][\w-]*),?", rest):
+        while found := re.match(r"\s*(--?[A-Za-z][\w.-]*),?", rest):
             names.append(found.group(1))
             rest = rest[found.end():]
         value = rest.split()[0] if rest.startswith(" ") and not rest.startswith("   ") else ""

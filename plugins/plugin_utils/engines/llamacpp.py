@@ -29,7 +29,13 @@ _OWNED = {
     "--log-file": ((), "the service's log"), "--log-disable": ((), "the evidence in the log"), "--log-verbosity": (("-lv", "--verbosity", "-v", "--verbose", "--log-verbose"), "the evidence in the log"),
     "--ssl-key-file": ((), "the readiness gate, which speaks plain HTTP"), "--ssl-cert-file": ((), "the readiness gate, which speaks plain HTTP"),
     "--list-devices": ((), "nothing: it would list and exit"), "--version": ((), "nothing: it would print and exit"), "--help": (("-h", "--usage"), "nothing: it would print and exit"),
-    "--slots": (("--no-slots",), "always off"),
+    "--slots": (("--no-slots",), "always off"), "--hf-token": ((), "nothing: models are local files"), "--mmproj-url": ((), "model_path of the profile"),
+    "--hf-repo-draft": ((), "model_path of the profile"), "--cache-list": ((), "nothing: it would list and exit"), "--completion-bash": ((), "nothing: it would print and exit"),
+    "--device-draft": ((), "the shard's GPUs"),
+    # Presets name a model to download, and its port.
+    **{name: ((), "model_path of the profile") for name in (
+        "--embd-gemma-default", "--fim-qwen-1.5b-default", "--fim-qwen-3b-default", "--fim-qwen-7b-default", "--fim-qwen-7b-spec", "--fim-qwen-14b-spec", "--fim-qwen-30b-default",
+        "--gpt-oss-20b-default", "--gpt-oss-120b-default", "--vision-gemma-4b-default", "--vision-gemma-12b-default")},
 }
 _REFUSED = {
     "--tools": ((), "lets requests execute shell commands and write files"), "--agent": (("-ag",), "lets requests execute tools"), "--tools-runtime": ((), "executes tools"),
@@ -37,6 +43,8 @@ _REFUSED = {
     "--models-dir": ((), "turns the server into a router that is healthy without a model"), "--models-preset": ((), "turns the server into a router that is healthy without a model"),
     "--path": ((), "serves files of the host"), "--media-path": ((), "serves files of the host"), "--slot-save-path": ((), "writes files by request"),
     "--props": ((), "lets requests change the server"), "--video-ffmpeg-dir": ((), "names programs to execute"), "--override-kv": ((), "changes the model's own metadata"),
+    "--log-prompts-dir": ((), "writes what users wrote to files"), "--lookup-cache-dynamic": ((), "writes files by name"),
+    "--models-max": ((), "turns the server into a router that is healthy without a model"), "--models-autoload": ((), "turns the server into a router that is healthy without a model"),
 }
 
 

@@ -77,7 +77,7 @@ LLAMACPP: tuple[tuple[str, ...], ...] = (
     ("--embd-normalize",),
     ("--embedding", "--embeddings"),
     ("--escape", "--no-escape", "-e"),
-    ("--fim-qwen-1",),
+    ("--fim-qwen-1.5b-default",),
     ("--fim-qwen-14b-spec",),
     ("--fim-qwen-30b-default",),
     ("--fim-qwen-3b-default",),

@@ -26,22 +26,34 @@ _OWNED = {
     "--model-path": "model_path of the profile", "--model-type": "the engine", "--served-model-name": "served_model_name of the profile",
     "--host": "replica_http_host or the management address", "--port": "replica_http_port", "--config": "the profile and replica_api_key", "--dist-init-addr": "the leader's address",
     "--nnodes": "nodes of the profile", "--node-rank": "the rank that the plan gave the host", "--nccl-port": "replica_leader_port", "--dist-timeout": "ready_timeout of the profile",
-    "--tp-size": _SHAPE, "--pp-size": _SHAPE, "--dp-size": _SHAPE, "--attn-dp-size": _SHAPE, "--enable-dp-attention": _SHAPE, "--ep-size": _SHAPE, "--dcp-size": _SHAPE,
+    "--tp-size": _SHAPE, "--pp-size": _SHAPE, "--dp-size": _SHAPE, "--attn-dp-size": _SHAPE, "--enable-dp-attention": _SHAPE, "--ep-size": _SHAPE, "--max-ep-size": _SHAPE, "--dcp-size": _SHAPE,
     "--attn-cp-size": _SHAPE, "--base-gpu-id": "the shard's GPUs", "--gpu-id-step": "the shard's GPUs", "--device": "gpus_per_node of the profile", "--use-ray": "distributed of the profile",
     "--api-key": "replica_api_key", "--admin-api-key": "replica_api_key", "--enable-metrics": "always on", "--skip-server-warmup": "never: the gate would see it ready too early",
     "--enable-lora": _LORA, "--lora-paths": _LORA, "--max-lora-rank": _LORA, "--max-loras-per-batch": _LORA, "--max-loaded-loras": _LORA,
     "--quantization": "quantization of the profile", "--kv-cache-dtype": "kv_cache_dtype of the profile", "--dtype": "dtype of the profile",
     "--grpc-port": _GATE, "--grpc-mode": _GATE, "--smg-grpc-mode": _GATE, "--encoder-only": _GATE, "--tokenizer-worker-num": "replica_api_key, which works with one only",
-    "--gated-launch-port": "the readiness gate", "--fastapi-root-path": _GATE, "--ssl-keyfile": _GATE, "--ssl-certfile": _GATE, "--ssl-ca-certs": _GATE,
+    "--gated-launch-port": "the readiness gate", "--grpc-http-sidecar-port": _GATE, "--enable-http-worker-reuseport": "replica_http_port",
+    "--moe-data-parallel-size": _SHAPE, "--dwdp-size": _SHAPE, "--quantize-and-serve": "quantization of the profile", "--modelopt-quant": "quantization of the profile",
+     "--fastapi-root-path": _GATE, "--ssl-keyfile": _GATE, "--ssl-certfile": _GATE, "--ssl-ca-certs": _GATE,
     "--ssl-keyfile-password": _GATE, "--enable-ssl-refresh": _GATE, "--log-level": _LOG, "--log-level-http": _LOG, "--help": "nothing: it would print and exit",
 }
 _WRITES = "writes files by name"
+_SENDS = "sends what users wrote to other hosts"
+_WEIGHTS = "loads weights from elsewhere than model_path"
+_PART = "makes the replica a part of a deployment that the plan does not know"
 _REFUSED = {
     "--custom-weight-loader": "imports code by name", "--forward-hooks": "imports code by name", "--tool-server": "lets requests execute tools", "--sidecar": "starts programs",
     "--sidecar-args": "starts programs", "--model-loader-extra-config": "can name other files to load", "--json-model-override-args": "can name code to load with the model",
     "--trust-remote-code": "executes code that comes with the model", "--enable-custom-logit-processor": "unpickles what requests send",
     "--delete-ckpt-after-loading": "deletes the model's files", "--export-metrics-to-file-dir": _WRITES, "--crash-dump-folder": _WRITES, "--warmups": "imports code by name",
-    "--msprobe-dump-config": _WRITES,
+    "--msprobe-dump-config": _WRITES, "--debug-tensor-dump-output-folder": _WRITES, "--debug-tensor-dump-input-file": "replaces what users wrote", "--export-metrics-to-file": _WRITES,
+    "--modelopt-checkpoint-save-path": _WRITES, "--modelopt-export-path": _WRITES, "--spec-trace-dir": _WRITES, "--log-requests-target": _WRITES, "--file-storage-path": _WRITES,
+    "--decrypted-config-file": "reads a configuration that nothing was checked against", "--model-config-parser": "reads a configuration that nothing was checked against",
+    "--trust-request-chat-template": "lets requests bring templates to execute", "--hicache-storage-backend": "can import code by name, and sends what users wrote to other hosts",
+    "--hicache-storage-backend-extra-config": "can import code by name", "--otlp-traces-endpoint": _SENDS, "--kv-events-config": _SENDS, "--load-publish-endpoint": _SENDS,
+    "--remote-instance-weight-loader-seed-instance-ip": _WEIGHTS, "--remote-instance-weight-loader-start-seed-via-transfer-engine": "gives the weights to other hosts",
+    "--modelexpress-config": _WEIGHTS, "--checkpoint-engine-wait-weights-before-ready": _WEIGHTS, "--weight-cache-mode": _WEIGHTS, "--disaggregation-mode": _PART, "--encoder-urls": _PART,
+    "--encoder-register-urls": _PART, "--language-only": _PART, "--decoupled-spec-role": _PART, "--elastic-ep-join-mode": _PART, "--elastic-ep-backend": _PART,
 }
 _OTHER = ("--load-format", "--context-length")
 # srt/mem_cache/kv_cache_dtype.py and arg_groups/kv_cache_hook.py

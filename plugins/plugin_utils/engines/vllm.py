@@ -39,16 +39,20 @@ _OWNED = {
     "--api-key": _KEY, "--hf-token": "nothing: models are local files", "--enable-lora": _LORA, "--lora-modules": _LORA, "--max-loras": _LORA, "--max-lora-rank": _LORA,
     "--max-cpu-loras": _LORA, "--disable-log-stats": "always on: metrics", "--quantization": "quantization of the profile", "--quantization-config": "quantization of the profile",
     "--kv-cache-dtype": "kv_cache_dtype of the profile", "--dtype": "dtype of the profile", "--ssl-keyfile": _GATE, "--ssl-certfile": _GATE, "--ssl-ca-certs": _GATE,
-    "--ssl-cert-reqs": _GATE, "--ssl-ciphers": _GATE, "--enable-ssl-refresh": _GATE, "--log-level": _LOG, "--logging-config": _LOG,
+    "--ssl-cert-reqs": _GATE, "--ssl-ciphers": _GATE, "--enable-ssl-refresh": _GATE, "--log-level": _LOG, "--logging-config": _LOG, "--log-config-file": _LOG,
     "--help": "nothing: it would print and exit", "--version": "nothing: it would print and exit",
 }
 _IMPORTS = "imports code by name"
+_SENDS = "sends what users wrote to other hosts"
 _REFUSED = {
     "--trust-remote-code": "executes code that comes with the model", "--worker-cls": _IMPORTS, "--worker-extension-cls": _IMPORTS, "--scheduler-cls": _IMPORTS,
     "--middleware": _IMPORTS, "--logits-processors": _IMPORTS, "--tool-parser-plugin": _IMPORTS, "--reasoning-parser-plugin": _IMPORTS, "--io-processor-plugin": _IMPORTS,
     "--tool-server": "lets requests execute tools", "--additional-config": "is handed to plugins that nobody checked", "--hf-overrides": "can name code to load with the model",
-    "--model-loader-extra-config": "can name other files to load", "--kv-transfer-config": "sends what users wrote to other hosts",
-    "--allowed-local-media-path": "lets requests read files of the host",
+    "--model-loader-extra-config": "can name other files to load", "--kv-transfer-config": _SENDS,
+    "--allowed-local-media-path": "lets requests read files of the host", "--model-class-overrides": _IMPORTS, "--hf-config-path": "reads a configuration that nothing was checked against",
+    "--trust-request-chat-template": "lets requests bring templates to execute", "--trust-request-mm-kwargs": "lets requests set options of the model's processor",
+    "--profiler-config": "opens routes that write files", "--mm-encoder-fp8-scale-save-path": "writes files by name", "--ec-transfer-config": _SENDS, "--kv-events-config": _SENDS,
+    "--otlp-traces-endpoint": _SENDS, "--weight-transfer-config": "lets others replace the weights", "--ray-workers-use-nsight": "starts another program in place of the workers",
 }
 _OTHER = ("--load-format", "--max-model-len")
 _SHORT = {"-h": "--help", "-v": "--version"}
