@@ -746,8 +746,8 @@ def test_the_expected_memory() -> None:
         ("vllm", ["--max-model-len", "auto"], True),
         ("sglang", ["--context-length", "1048576"], False),
         ("llamacpp", ["-c", "65536"], True),
-        ("llamacpp", ["-c", "262144"], False),
-        ("llamacpp", ["-c", "262144", "-ctk", "q4_0"], True),
+        ("llamacpp", ["-c", "524288"], False),
+        ("llamacpp", ["-c", "524288", "-ctk", "q4_0"], True),
     ],
 )
 def test_the_cache_at_the_asked_length_must_fit_too(engine: str, args: list[str], fits: bool) -> None:
