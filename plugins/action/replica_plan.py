@@ -75,7 +75,7 @@ class ActionModule(ActionBase):
     def _compare(plan: dict[str, t.Any], request: Request) -> None:
         """Say for every rank what is not yet as planned, so that ranks which depend on each other change together."""
         templates = {name: collection_files.template(name) for name in collection_files.TEMPLATES}
-        records = {host.name: ((host.facts or {}).get("shards") or {}).get(plan["replica"]) for host in request.hosts}
+        records = {host.name: host.facts["shards"].get(plan["replica"]) for host in request.hosts if isinstance(host.facts, t.Mapping) and isinstance(host.facts.get("shards"), t.Mapping)}
         own = {}
         for host, shard in plan["shards"].items():
             programs = {name: collection_files.program(name) for name in [collection_files.SUPERVISOR_PROGRAM, *shard["program_files"]]}

@@ -188,7 +188,7 @@ def _plan_hosts(request: Request, options: Options, replica: str, profile: Profi
     _choose_builds(ranks, profile, engine, findings)
     model_checks.check(ranks, profile, engine, findings)
     _check_service(ranks, findings)
-    choice = _choose_fabric(ranks, profile, options, findings)
+    choice = _choose_fabric(ranks, profile, engine, options, findings)
     leader_port = ports.choose_leader_port(ranks, options.leader_port, options.http_port, replica, profile.nodes, findings, engine.leader_ports(profile))
     shards = _shards(ranks, options, replica, profile, engine, leader_port, request, findings)
     ports.check(ranks, shards, engine, replica, findings)
@@ -318,11 +318,13 @@ def _check_service(ranks: list[Rank], findings: Findings) -> None:
                            "Become root on a host with systemd, or install supervisor beside the host's Python: pip install supervisor.", host=one.host.name, rank=one.rank)
 
 
-def _choose_fabric(ranks: list[Rank], profile: Profile, options: Options, findings: Findings) -> fabric.Choice:
+def _choose_fabric(ranks: list[Rank], profile: Profile, engine: Engine, options: Options, findings: Findings) -> fabric.Choice:
     if len(ranks) == 1:
         choice = fabric.none("a single node needs no network between GPUs", ",".join(options.fabric) or None, any(key.startswith("nvl:") for key in options.fabric))
     elif profile.on_cpu and not options.fabric:
         choice = fabric.none("CPU ranks use TCP")
+    elif not engine.uses_nccl and not options.fabric:
+        choice = fabric.none("%s ranks talk over TCP" % engine.name)
     else:
         choice = fabric.choose(options.fabric, options.fabrics, {one.host.name: one.facts for one in ranks}, {one.host.name: [gpu["uuid"] for gpu in one.gpus] for one in ranks},
                                {one.host.name: one.endpoint.interface for one in ranks if one.endpoint}, findings)

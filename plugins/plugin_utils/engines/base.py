@@ -87,6 +87,7 @@ class Engine:
     key_protects: str | None = "/v1/chat/completions"   # asked without the key, it must answer 401
     program_files: tuple[str, ...] = ()  # files of roles/replica/files that go into the revision
     warmup_503 = True                   # answers 503 while it loads or warms up; otherwise a 503 is a failure
+    uses_nccl = True                    # ranks exchange tensors through NCCL, so the choice of a fabric matters
     heads_divide = True                 # attention heads must divide by TP
     data_parallel = False               # has replicas of its own inside of one replica (dp)
     distributed: tuple[str, ...] = ("mp",)      # ways to run over several nodes, of mp and ray

@@ -60,6 +60,7 @@ class Adapter(Engine):
     optional_programs = ("ggml-rpc-server",)
     devices_args = ("--list-devices",)
     falls_back_to_cpu = True
+    uses_nccl = False                   # RPC over TCP
     heads_divide = False
     owned = {option: why for option, (_others, why) in _OWNED.items()}
     refused = {option: what for option, (_others, what) in _REFUSED.items()}
