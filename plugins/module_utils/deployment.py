@@ -96,6 +96,10 @@ class Deployment:
             return
         if not self.check:
             self.revisions.clear_ready()
+        if not running and not self.check and manager.read() is not None:
+            # A run that ended badly must not count as a failure of the one that is started now.
+            manager.stop(120)
+            self.revisions.forget_run()
         if switched:
             self._act("switch current to revision %s" % fingerprint, lambda: self.revisions.activate(fingerprint))
         if not installed:
@@ -145,25 +149,24 @@ class Deployment:
         self._remove_empty_root()
 
     def _marked(self) -> t.List[int]:
-        """Processes that carry the replica's marker. Only those may ever be ended.
+        """Processes that carry the replica's marker and belong to this replica_root. Only those may ever be ended."""
+        table = processes.ProcessTable()
+        mine = [pid for pid in table.pids() if pid != os.getpid() and getattr(table.shard_of(pid), "replica", None) == self.replica]
+        return [pid for pid in mine if self._is_here(table, pid)]
 
-        Below another root than / the rank must be the one that this root has run: a demonstration keeps several roots on one machine.
+    def _is_here(self, table: processes.ProcessTable, pid: int) -> bool:
+        """Another root on this machine (a demonstration, a container that shares our process table) may run a replica of the same name.
+
+        The run_shard.py above a process tells by its path; of an orphan its HOME does. A program that wiped its environment tells nothing, and counts
+        as this root's only where the root is /.
         """
-        table, rank = processes.ProcessTable(), self._rank()
-        everything = self.revisions.config_root == "/etc/rankzero"
-        found = []
-        for pid in table.pids():
-            shard = table.shard_of(pid)
-            if shard is not None and shard.replica == self.replica and pid != os.getpid() and (everything or shard.rank == rank):
-                found.append(pid)
-        return found
-
-    def _rank(self) -> t.Optional[int]:
-        text = self.revisions.read(self.revisions.linked("current"), "launch.json")
-        try:
-            return int(json.loads(text)["rank"]) if text else None
-        except (ValueError, KeyError, TypeError):
-            return None
+        for above in table.line_of(pid):
+            words = _read(pid=above, name="cmdline").split(b"\0")
+            script = next((word for word in words if os.path.basename(word) == b"run_shard.py"), None)
+            if script is not None:
+                return script.startswith(self.revisions.directory.encode() + b"/")
+        home = next((item[len(b"HOME="):] for item in _read(pid, "environ").split(b"\0") if item.startswith(b"HOME=")), None)
+        return home == self.revisions.work_dir.encode() if home else self.revisions.config_root == "/etc/rankzero"
 
     def _end_marked(self) -> None:
         for signal_number, seconds in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
@@ -274,6 +277,15 @@ class Deployment:
     def _diff_entry(self, name: str, before: str, after: str) -> None:
         path = "%s/current/%s" % (self.revisions.directory, name)
         self.diffs.append({"before_header": path, "after_header": path, "before": before, "after": after})
+
+
+def _read(pid: int, name: str) -> bytes:
+    """A file of /proc/PID, empty where it is gone or not ours to read."""
+    try:
+        with open("/proc/%d/%s" % (pid, name), "rb") as stream:
+            return stream.read()
+    except OSError:
+        return b""
 
 
 def _user(name: str) -> t.Optional[pwd.struct_passwd]:

@@ -70,6 +70,14 @@ class ProcessTable:
             self._marker[pid] = _parse_marker(_bytes(self.proc_root, str(pid), "environ"))
         return self._marker[pid]
 
+    def line_of(self, pid: int) -> list[int]:
+        """The process itself and those above it, nearest first, without pid 1."""
+        line: list[int] = []
+        while pid > 1 and pid not in line and len(line) < _DEPTH:
+            line.append(pid)
+            pid = (self.stat(pid) or (0, 0, 0))[0]
+        return line
+
     def shard_of(self, pid: int) -> Shard | None:
         """The shard that a process belongs to, by the rules at the top of this file."""
         return self.marker(pid) or self._of_ancestors(pid) or self._of_session(pid) or self._of_unit(pid)

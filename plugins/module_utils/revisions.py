@@ -161,6 +161,15 @@ class Revisions:
             pass
 
 
+    def forget_run(self) -> None:
+        """Remove what the last run wrote about itself."""
+        for name in ("state.json", "ready.json"):
+            try:
+                os.unlink("%s/%s" % (self.state_dir, name))
+            except OSError:
+                pass
+
+
 class Owner:
     """Who owns the files. C(private): the service runs as the user that writes the files, so secrets are that user's own."""
 

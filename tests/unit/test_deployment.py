@@ -511,9 +511,10 @@ MARKED = "import os, time; os.environ; time.sleep(60)"
 
 def test_absent_ends_the_processes_with_our_marker_and_no_other(root: pathlib.Path, systemctl: Systemctl) -> None:
     deploy(root, systemctl, "aaaa", {**OLD, "launch.json": '{"rank": 3}\n'})
+    home, elsewhere = "%s/var/lib/rankzero/glm" % root, "/other/root/var/lib/rankzero/glm"
     start = [
-        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env={**os.environ, "RANKZERO_SHARD": marker}, stdout=subprocess.DEVNULL)
-        for marker in ("glm/3/0123456789abcdef", "glm/4/0123456789abcdef", "glm-2/3/0123456789abcdef")
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env={**os.environ, "RANKZERO_SHARD": marker, "HOME": where}, stdout=subprocess.DEVNULL)
+        for marker, where in (("glm/3/0123456789abcdef", home), ("glm/3/0123456789abcdef", elsewhere), ("glm-2/3/0123456789abcdef", home))
     ]
     try:
         done = deployment(root, systemctl)
