@@ -33,6 +33,7 @@ import engine_requests as made
 import snapshot_parsers
 
 from ansible_collections.rankzero.inference.plugins.plugin_utils import engines
+from ansible_collections.rankzero.inference.plugins.plugin_utils.arguments import canonical
 from ansible_collections.rankzero.inference.plugins.plugin_utils.engines import option_names
 from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings
 
@@ -259,8 +260,6 @@ def test_prefixes_mean_what_argparse_makes_of_them(engine: str, kind: str) -> No
     """Every prefix that argparse takes for an owned or refused option is found; argparse itself is asked."""
     adapter, parser = engines.load(engine, Findings()), argparse_of(engine)
     assert adapter is not None
-    from ansible_collections.rankzero.inference.plugins.plugin_utils.arguments import canonical
-
     matters, checked = getattr(adapter, kind), 0
     for group in getattr(option_names, engine.upper()):
         meaning = adapter.grammar.options.get(group[0])
