@@ -49,15 +49,20 @@ def cache_elements_per_token(config: t.Mapping[str, t.Any], tp: int, pp: int) ->
 
     Key-value heads are split over TP, and replicated when there are fewer than TP; layers are split over PP.
     """
-    layers, heads, hidden = (config.get(name) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
-    if not all(isinstance(number, int) and not isinstance(number, bool) and number > 0 for number in (layers, heads)) or not is_plain_attention(config):
+    layers, heads = _count(config, "num_hidden_layers"), _count(config, "num_attention_heads")
+    if layers is None or heads is None or not is_plain_attention(config):
         return None
-    head = config.get("head_dim") or (hidden // heads if isinstance(hidden, int) else None)
-    if not isinstance(head, int) or head <= 0:
+    hidden = _count(config, "hidden_size")
+    head = _count(config, "head_dim") or (hidden // heads if hidden else None)
+    if not head:
         return None
-    kv_heads = config.get("num_key_value_heads")
-    kv_heads = kv_heads if isinstance(kv_heads, int) and kv_heads > 0 else heads
+    kv_heads = _count(config, "num_key_value_heads") or heads
     return 2.0 * head * max(kv_heads / tp, 1) * layers / pp
+
+
+def _count(config: t.Mapping[str, t.Any], name: str) -> int | None:
+    value = config.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
 def is_plain_attention(config: t.Mapping[str, t.Any]) -> bool:
