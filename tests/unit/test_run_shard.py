@@ -54,7 +54,7 @@ def until(condition, what="the condition"):
         if value:
             return value
         time.sleep(0.01)
-    raise AssertionError(f"{what} did not come true within {PATIENCE} seconds")
+    raise AssertionError(f"{what() if callable(what) else what} did not come true within {PATIENCE} seconds")
 
 
 def alive(pid):
@@ -145,7 +145,7 @@ class Revision:
             with contextlib.suppress(FileNotFoundError):
                 state = self.state
                 return state if state["stage"] == stage and state["supervisor_pid"] == pid else None
-        return until(there, f"stage {stage}; the log says: {self.log}")
+        return until(there, lambda: f"stage {stage}; the log says: {self.log}")
 
     def pid_in(self, name):
         path = self.root / name
@@ -1048,3 +1048,557 @@ def test_python_3_9_runs_it(revision):
 def test_processes_are_read_with_any_name(tmp_path):
     process = run_shard.parse_stat("42 (a) b (c) S 7 42 42 0 -1 4194560 1 0 0 0 0 0 0 0 20 0 1 0 123456 1 1")
     assert process == run_shard.Process(42, 7, "S", 123456, "a) b (c")
+
+
+# -- one replica, one fate: several ranks on loopback addresses
+
+
+TIE_KEY = b"0123456789abcdef" * 4
+SILENT = 1.5        # seconds
+
+
+class Ranks:
+    """All ranks of one replica, each with its own revision, state directory and address."""
+
+    def __init__(self, revisions, count, engine=None, silent=SILENT, restart=None, stop_seconds=2, secret=TIE_KEY):
+        self.port, self.first = free_port(), free_port()
+        first = revisions()
+        self.ranks = [first, *(revisions(replica=first.replica, rank=rank) for rank in range(1, count))]
+        for rank, revision in enumerate(self.ranks):
+            revision.secret("tie_key", secret)
+            revision.write([engine(rank) if engine is not None else shell("engine", "exec sleep 300")], nodes=count, stop_seconds=stop_seconds,
+                           tie={"address": "127.0.0.1", "port": self.port, "secret": "tie_key", "silent_seconds": silent, "run_ports": [self.first, self.first + 9]},
+                           restart=restart or {"limit": 3, "window_seconds": 600, "backoff": [0.1, 0.2]})
+
+    def __getitem__(self, rank):
+        return self.ranks[rank]
+
+    def __len__(self):
+        return len(self.ranks)
+
+    def start(self, *ranks):
+        for rank in ranks or range(len(self.ranks)):
+            self.ranks[rank].start()
+        return self
+
+    def change(self, rank, **more):
+        self.ranks[rank].document.update(more)
+        (self.ranks[rank].directory / "launch.json").write_text(json.dumps(self.ranks[rank].document), encoding="utf-8")
+
+    def states(self):
+        found = []
+        for revision in self.ranks:
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                found.append(revision.state)
+        return found
+
+    def running(self, other_than=None):
+        """Until all ranks run in one run, a later one than `other_than`; its id."""
+        def there():
+            states = self.states()
+            ids = {state["run_id"] for state in states}
+            same = len(states) == len(self.ranks) and len(ids) == 1 and ids != {other_than} and {state["stage"] for state in states} == {"running"}
+            return same and states[0]["run_id"]
+        return until(there, lambda: f"one run on all ranks ({[(state['stage'], state['detail']) for state in self.states()]}; {[revision.log for revision in self.ranks]})")
+
+    def pids(self):
+        return [state["launches"][-1]["pid"] for state in self.states()]
+
+    def failed(self):
+        """Until all ranks have ended as failed; their exit codes."""
+        return [revision.supervisors[-1].wait(PATIENCE) for revision in self.ranks]
+
+
+@pytest.fixture
+def ranks(revisions):
+    return lambda count=2, **more: Ranks(revisions, count, **more)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_ranks_start_together_in_whatever_order_their_hosts_come(ranks, order):
+    replica = ranks(3)
+    for rank in order[:2]:
+        replica.start(rank)
+    for rank in order[:2]:
+        state = replica[rank].reach("tying")
+        assert state["launches"] == [] and state["run_id"] is None
+    if 0 in order[:2]:
+        until(lambda: replica[0].state["detail"].startswith(f"waits for rank {order[2]} since 20"), "who is missing")
+        assert replica[0].state["tie"]["tied_ranks"] == sorted(order[:2])
+    else:
+        assert f"waits for rank 0 at 127.0.0.1:{replica.port} since 20" in replica[1].state["detail"]
+    replica.start(order[2])
+    run = replica.running()
+    assert [state["run_number"] for state in replica.states()] == [1] * 3
+    assert [state["tie"]["role"] for state in replica.states()] == ["leader", "follower", "follower"]
+    until(lambda: all(state["tie"]["tied_ranks"] == [0, 1, 2] for state in replica.states()), "the tied ranks in every state.json")
+    for rank, pid in enumerate(replica.pids()):
+        assert environ_of(pathlib.Path(f"/proc/{pid}/environ").read_bytes())[b"RANKZERO_SHARD"].decode() == f"{replica[0].replica}/{rank}/{run}"
+
+
+@pytest.mark.parametrize("culprit", [0, 1, 2])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_an_engine_that_ends_on_any_rank_restarts_all(ranks, culprit, number):
+    replica = ranks(3).start()
+    old, pids = replica.running(), replica.pids()
+    os.kill(pids[culprit], number)
+    new = replica.running(other_than=old)
+    assert new != old and not any(alive(pid) for pid in pids)
+    for rank, state in enumerate(replica.states()):
+        end = state["last_end"]
+        assert (end["rank"], end["kind"], end["launch"], end["signal"]) == (culprit, "launch", "engine", number.name)
+        assert end["reason"].startswith("engine engine was ended by" if rank == culprit else f"rank {culprit}: engine engine was ended by"), end
+        assert state["run_number"] == 2 and state["restarts"] == 1 and state["failures"] == 1
+
+
+def test_an_engine_that_leaves_with_0_while_serving_restarts_all(ranks):
+    replica = ranks(2, engine=lambda rank: shell("engine", "trap 'exit 0' USR1; while :; do sleep 0.05; done")).start()
+    old, pids = replica.running(), replica.pids()
+    os.kill(pids[1], signal.SIGUSR1)
+    replica.running(other_than=old)
+    assert replica[0].state["last_end"]["reason"] == "rank 1: engine engine ended by itself with exit code 0, which is not success here"
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_run_shard_is_noticed_at_once_and_the_rank_rejoins_by_itself(ranks, victim):
+    replica = ranks(2, silent=60).start()
+    old, pids = replica.running(), replica.pids()
+    replica[victim].supervisors[-1].kill()
+    replica[victim].supervisors[-1].wait()
+    until(lambda: not any(alive(pid) for pid in pids), "the end of all engines")
+    assert "ended the connection" in replica[1 - victim].reach("tying")["last_end"]["reason"]
+    replica.start(victim)
+    replica.running(other_than=old)
+    assert replica[1 - victim].state["last_end"]["rank"] == victim and replica[1 - victim].state["failures"] == 0
+    assert replica[0].state["run_number"] == 2, "the number goes on, whoever lost its memory"
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_silent_rank_is_lost_after_the_limit_and_not_before(ranks, victim):
+    """SIGSTOP: the connection stays, the process says nothing."""
+    replica = ranks(2).start()
+    old, pids = replica.running(), replica.pids()
+    other = replica[1 - victim]
+    replica[victim].supervisors[-1].send_signal(signal.SIGSTOP)
+    began = time.monotonic()
+    until(lambda: other.state["stage"] != "running", "the loss")
+    noticed = time.monotonic() - began
+    assert SILENT * 0.85 < noticed < SILENT + 1.5, noticed
+    until(lambda: other.state["stage"] == "tying", "the end of this rank's engine")
+    assert not alive(pids[1 - victim]) and f"silent for more than {SILENT:g} seconds" in other.state["last_end"]["reason"]
+    replica[victim].supervisors[-1].send_signal(signal.SIGCONT)
+    replica.running(other_than=old)
+    assert not any(alive(pid) for pid in pids)
+
+
+def test_a_short_silence_does_not_matter(ranks):
+    replica = ranks(2, silent=2).start()
+    run, pids = replica.running(), replica.pids()
+    for victim in (0, 1):
+        replica[victim].supervisors[-1].send_signal(signal.SIGSTOP)
+        time.sleep(1.2)
+        replica[victim].supervisors[-1].send_signal(signal.SIGCONT)
+        time.sleep(0.5)
+    assert replica.running() == run and all(alive(pid) for pid in pids)
+
+
+def test_a_stop_of_one_rank_ends_the_run_of_all_and_counts_as_no_failure(ranks):
+    replica = ranks(2).start()
+    old = replica.running()
+    replica[1].supervisors[-1].terminate()
+    assert replica[1].supervisors[-1].wait(PATIENCE) == 0
+    until(lambda: replica[0].state["stage"] == "tying", "tying again")
+    assert replica[0].state["last_end"]["reason"] == "rank 1: SIGTERM received" and replica[0].state["failures"] == 0
+    replica.start(1)
+    new = replica.running(other_than=old)
+    replica[0].supervisors[-1].terminate()
+    assert replica[0].supervisors[-1].wait(PATIENCE) == 0 and replica[0].state["stage"] == "stopped"
+    until(lambda: replica[1].state["stage"] == "tying", "tying again")
+    assert replica[1].state["last_end"]["reason"] == "rank 0: SIGTERM received"
+    replica.start(0)
+    assert replica.running(other_than=new) not in (old, new)
+
+
+def test_rank_0_stops_first_and_the_others_wait_a_limited_time(ranks):
+    slow = "trap 'sleep 0.6; date +%s.%N > $1; exit 0' TERM; : > $2; while :; do sleep 0.02; done"
+    replica = ranks(2, stop_seconds=5)
+    marks = [replica[rank].root / "stopped" for rank in (0, 1)]
+    up = [replica[rank].root / "up" for rank in (0, 1)]
+    for rank in (0, 1):
+        replica[rank].write([shell("engine", slow, marks[rank], up[rank]), shell("last", "exec sleep 300")])
+    replica.start()
+    replica.running()
+    until(lambda: all(path.exists() for path in up), "both engines")
+    os.kill(replica[1].state["launches"][-1]["pid"], signal.SIGKILL)
+    until(lambda: all(path.exists() and path.read_text() for path in marks), "both ends")
+    # The culprit does not wait; the healthy rank 0 stops when it hears of it.
+    replica.running(other_than="-")
+    for path in marks:
+        path.unlink()
+    old = replica.running()
+    os.kill(replica[0].state["launches"][-1]["pid"], signal.SIGKILL)
+    until(lambda: all(path.exists() and path.read_text() for path in marks), "both ends")
+    first, second = (float(path.read_text()) for path in marks)
+    assert second - first > 0.4, "rank 1 began to stop only when rank 0 had stopped"
+    assert replica.running(other_than=old)
+
+
+def test_after_the_limit_all_ranks_are_failed_and_say_why(ranks):
+    replica = ranks(3, engine=lambda rank: shell("engine", "sleep 0.1; exit 7" if rank == 2 else "exec sleep 300")).start()
+    assert replica.failed() == [79, 79, 79]
+    for rank, state in enumerate(replica.states()):
+        assert state["stage"] == "failed" and state["run_number"] == 3 and state["failures"] == 3
+        assert "engine engine ended with exit code 7; given up" in state["detail"] and "after 3 failed runs" in state["detail"]
+        assert state["detail"].startswith("rank 2: ") is (rank != 2)
+        assert (state["last_end"]["rank"], state["last_end"]["code"]) == (2, 7)
+    starts = [line for line in replica[0].log.splitlines() if ", run " in line and "fingerprint" in line]
+    assert len(starts) == 3 and len(set(starts)) == 3
+    replica[2].write([shell("engine", "exec sleep 300")])
+    replica.start()
+    replica.running()
+
+
+def test_the_pauses_between_runs_grow(ranks):
+    replica = ranks(2, engine=lambda rank: shell("engine", "exit 7" if rank else "exec sleep 300"), restart={"limit": 3, "window_seconds": 60, "backoff": [0.3, 1.0]}).start()
+    replica[0].reach("restarting")
+    assert "run 2 starts at 20" in replica[0].state["detail"] and "rank 1: engine engine ended with exit code 7" in replica[0].state["detail"]
+    began = time.monotonic()
+    assert replica.failed() == [79, 79]
+    assert time.monotonic() - began > 1.1
+
+
+def test_a_single_node_restarts_alone_with_the_same_limit(revision):
+    revision.write([shell("engine", "exit 7")], nodes=1, restart={"limit": 3, "window_seconds": 600, "backoff": [0.1, 0.3]})
+    assert revision.run() == 79
+    state = revision.state
+    assert state["detail"] == "engine engine ended with exit code 7; given up after 3 failed runs within 600 seconds"
+    assert (state["tie"], state["restarts"], state["failures"], state["last_end"]["code"]) == (None, 2, 3, 7)
+    revision.write([shell("engine", "exec sleep 300")], nodes=1)
+    revision.start()
+    state = revision.reach("running")
+    os.kill(state["launches"][0]["pid"], signal.SIGKILL)
+    until(lambda: revision.state["run_id"] != state["run_id"] and revision.state["stage"] == "running", "another run")
+    assert not (revision.state_dir / "ready.json").exists()
+
+
+def test_a_refused_rank_tells_the_others_and_leaves_with_69(ranks):
+    replica = ranks(2)
+    replica[1].write([{"name": "engine", "path": "/opt/gone/vllm", "args": []}])
+    replica.start()
+    assert replica[1].supervisors[-1].wait(PATIENCE) == 69
+    assert replica[1].state["stage"] == "failed" and "/opt/gone/vllm does not exist" in replica[1].state["detail"]
+    until(lambda: replica[0].state["stage"] == "tying", "tying again")
+    assert replica[0].state["last_end"]["reason"] == "rank 1: launch engine: /opt/gone/vllm does not exist" and replica[0].state["last_end"]["kind"] == "check"
+
+
+MEET = """
+import socket, sys, time
+port, role = int(sys.argv[1]), sys.argv[2]
+if role == "0":
+    server = socket.socket(); server.bind(("127.0.0.1", port)); server.listen()
+time.sleep(300)
+"""
+
+
+def test_the_rendezvous_moves_with_the_run_and_nothing_else_does(ranks):
+    replica = ranks(2)
+    for rank in (0, 1):
+        operators = f"--mine={replica.first}"
+        args = ["-IS", "-c", MEET, str(replica.first), str(rank), operators, "{leader_port}"]
+        more = {"wait_for_leader_port": {"address": "127.0.0.1", "port": replica.first}} if rank else {}
+        replica[rank].write([{"name": "engine", "path": sys.executable, "args": args, "leader_port_args": [{"index": 3, "text": "{leader_port}"}], **more}],
+                            listen_ports=[] if rank else [{"address": "127.0.0.1", "port": replica.first, "what": "the ranks' rendezvous"}])
+    replica.start()
+    old = None
+    for number in (1, 2, 3):
+        old = replica.running(other_than=old)
+        for state in replica.states():
+            words = pathlib.Path(f"/proc/{state['launches'][0]['pid']}/cmdline").read_bytes().decode().split("\0")
+            assert words[4] == str(replica.first + number) == str(state["run_port"])
+            assert words[6:8] == [f"--mine={replica.first}", "{leader_port}"]
+        os.kill(replica.pids()[number % 2], signal.SIGKILL)
+        if number == 2:
+            break
+    assert str(replica.first).encode() in replica[0].ask("--show").stdout
+
+
+# -- who is not tied
+
+
+def test_a_rank_with_another_secret_is_refused_and_logged(ranks):
+    replica = ranks(2)
+    replica[1].secret("tie_key", b"f" * 64)
+    replica.start()
+    until(lambda: "is refused: wrong secret" in replica[0].log, "the refusal")
+    until(lambda: "refused: wrong secret" in replica[1].state["detail"], "the reason on the rank")
+    assert replica[0].state["stage"] == replica[1].state["stage"] == "tying" and not replica[0].state["launches"]
+    time.sleep(0.5)
+    assert replica[0].log.count("wrong secret") == 1, "one line, however often it tries"
+    assert not [text for text in (replica[0].log, replica[1].log, json.dumps(replica.states())) if "f" * 64 in text or TIE_KEY.decode() in text]
+
+
+@pytest.mark.parametrize(("field", "value", "says"), [
+    ("fingerprint", "beef", "fingerprint beef is not f00d"), ("replica", "another", "replica another is not"), ("nodes", 3, "nodes 3 is not 2"),
+])
+def test_a_rank_of_another_replica_or_revision_is_refused_and_logged(ranks, field, value, says):
+    replica = ranks(2)
+    replica.change(1, **{field: value})
+    replica.start()
+    until(lambda: says in replica[0].log, "the refusal")
+    until(lambda: f"refused: {says}" in replica[1].state["detail"], "the reason on the rank")
+    assert replica[0].state["tie"]["tied_ranks"] == [0] and not replica[1].state["launches"]
+
+
+@pytest.mark.parametrize(("secret", "says"), [(None, "cannot be read: No such file"), (b"short", "has less than 32 characters")])
+def test_a_tie_without_a_usable_secret_is_refused_at_once(ranks, secret, says):
+    replica = ranks(2)
+    if secret is None:
+        (replica[0].directory / "secrets" / "tie_key").unlink()
+    else:
+        replica[0].secret("tie_key", secret)
+    assert replica[0].run() == 69
+    assert says in replica[0].state["detail"]
+
+
+def test_a_tie_port_that_is_taken_is_refused_and_its_holder_named(ranks):
+    replica = ranks(2)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", replica.port))
+        other.listen()
+        assert replica[0].run() == 69
+        assert f"port 127.0.0.1:{replica.port} (the tie) cannot be bound: Address already in use, by process {os.getpid()}" in replica[0].state["detail"]
+        assert f"127.0.0.1:{replica.port} (the tie)" in replica[0].ask("--check").stdout.decode()
+
+
+class Dialer:
+    """A peer of rank 0 that can say anything."""
+
+    def __init__(self, replica, rank=1, key=TIE_KEY, **more):
+        self.replica, self.key = replica, key
+        self.socket = socket.create_connection(("127.0.0.1", replica.port), timeout=PATIENCE)
+        self.stream = self.socket.makefile("rb")
+        self.greeting = self.stream.readline()
+        self.nonce = self.greeting[len(run_shard.TIE_GREETING):].strip()
+        self.own = run_shard.nonce()
+        self.session = run_shard.Session(key, self.nonce, self.own, False)
+        self.hello = {"type": "hello", "replica": replica[0].replica, "rank": rank, "nodes": len(replica), "fingerprint": "f00d", "nonce": self.own.decode(),
+                      "number": 0, "run": None, "seen": None, "cause": None, **more}
+
+    def greet(self):
+        self.socket.sendall(run_shard.sealed(self.key, [b"hello", self.nonce], self.hello))
+        return self.read()
+
+    def read(self):
+        return self.session.open(self.stream.readline().rstrip(b"\n"))
+
+    def close(self):
+        self.stream.close()
+        self.socket.close()
+
+
+@pytest.fixture
+def dial(ranks):
+    """Rank 0 alone, and peers that connect to it."""
+    replica, made = ranks(2, silent=10), []
+    replica.start(0)
+    replica[0].reach("tying")
+
+    def make(**more):
+        made.append(Dialer(replica, **more))
+        return made[-1]
+    make.replica = replica
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.mark.parametrize(("field", "value", "says"), [
+    ("run", "abcdef012345", "its run abcdef012345 is over"), ("run", "not hex", "a run that is none"), ("rank", 0, "rank 0 is none of the followers'"),
+    ("rank", 2, "rank 2 is none"), ("rank", True, "rank True is none"), ("rank", "1", "rank 1 is none"), ("number", -1, "a damaged number"), ("number", 2**60, "a damaged number"),
+    ("cause", 7, "a cause that is none"), ("cause", {"rank": "1", "kind": "launch", "reason": "x"}, "a cause that is none"),
+])
+def test_a_hello_that_cannot_be_is_refused_with_the_reason(dial, field, value, says):
+    answer = dial(**{field: value}).greet()
+    assert answer["type"] == "refused" and says in answer["why"]
+    until(lambda: says in dial.replica[0].log, "the refusal in the log")
+    assert dial.replica[0].state["tie"]["tied_ranks"] == [0]
+
+
+def test_a_recorded_hello_is_worth_nothing_on_another_connection(dial):
+    first = dial()
+    line = run_shard.sealed(TIE_KEY, [b"hello", first.nonce], first.hello)
+    second = dial()
+    second.socket.sendall(line)
+    assert second.stream.readline() == b"refused wrong secret\n" and second.stream.readline() == b""
+    first.socket.sendall(line)
+    assert first.read() == {"type": "welcome"}
+
+
+@pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\n", b"\0" * 100 + b"\n", b"a" * 4096 + b"\n", b"[" * 4000 + b"\n"])
+def test_garbage_is_refused_and_closed(dial, garbage):
+    one = dial()
+    one.socket.sendall(garbage)
+    assert one.stream.readline() == b"refused wrong secret\n" and one.stream.readline() == b""
+    assert dial().greet() == {"type": "welcome"}
+
+
+def test_endless_input_is_cut_off(dial):
+    one = dial()
+    with pytest.raises(OSError):        # noqa: PT011 (a reset or a broken pipe)
+        for _ in range(10000):
+            one.socket.sendall(b"x" * 65536)
+    until(lambda: "a line of more than 4096 bytes" in dial.replica[0].log, "the log")
+    assert dial().greet() == {"type": "welcome"}
+
+
+def test_many_silent_connections_do_not_keep_a_rank_out(dial):
+    idle = [dial() for _ in range(40)]
+    assert dial().greet() == {"type": "welcome"}
+    assert len(os.listdir(f"/proc/{dial.replica[0].supervisors[-1].pid}/fd")) < 40
+    assert idle[0].stream.readline() == b"", "the oldest went first"
+
+
+def test_who_says_nothing_is_sent_away(dial):
+    one = dial()
+    began = time.monotonic()
+    assert one.stream.readline() == b""
+    assert 4 < time.monotonic() - began < 7
+    assert "did not say who it is within 5 seconds" in dial.replica[0].log
+
+
+def test_a_tied_rank_that_forges_a_line_is_lost_and_ends_the_run(dial):
+    one = dial()
+    assert one.greet() == {"type": "welcome"}
+    dial.replica[0].reach("running")
+    run = dial.replica[0].state["run_id"]
+    one.socket.sendall(run_shard.sealed(b"f" * 64, [b"x"], {"type": "state", "run": run, "seen": run, "cause": None}))
+    until(lambda: dial.replica[0].state["stage"] == "tying", "the end of the run")
+    assert dial.replica[0].state["last_end"]["reason"] == "rank 1: it sent wrong secret"
+
+
+def test_a_second_connection_of_the_same_run_takes_over_without_ending_it(dial):
+    one = dial()
+    one.greet()
+    run = dial.replica[0].reach("running")["run_id"]
+    two = dial(run=run, seen=run, number=1)
+    assert two.greet() == {"type": "welcome"}
+    assert two.read()["run"] == run
+    one.close()
+    time.sleep(0.3)
+    assert dial.replica[0].state["stage"] == "running" and dial.replica[0].state["run_id"] == run
+    assert dial(run="a" * 12, seen="a" * 12, number=1).greet()["type"] == "refused"
+    assert dial().greet() == {"type": "welcome"}        # without its run: the host was started again
+    until(lambda: dial.replica[0].state["last_end"], "the end of the run")
+    assert "came back without its run" in dial.replica[0].state["last_end"]["reason"]
+
+
+# -- memory on the GPUs
+
+
+@pytest.fixture(scope="module")
+def nvml_library():
+    built = subprocess.run([sys.executable, str(SCRIPT.parents[3] / "tests/fake_nvml/build.py")], capture_output=True, text=True, check=True)
+    return built.stdout.strip().splitlines()[-1]
+
+
+@pytest.fixture
+def gpus(revision, nvml_library):
+    """A driver with two GPUs; `gpus(statements)` writes its state anew."""
+    uuids = [f"GPU-{uuid.uuid4()}" for _ in range(2)]
+    path = revision.root / "nvml"
+
+    def write(*more):
+        lines = ["driver 580.95.05", "cuda 13000", *(f'gpu {index} name="NVIDIA H100" uuid={name} total=81559MiB reserved=551MiB cc=9.0' for index, name in enumerate(uuids))]
+        path.with_suffix(".new").write_text("\n".join([*lines, *more]) + "\n")
+        path.with_suffix(".new").replace(path)
+    write()
+    revision.write([shell("engine", "exec sleep 300")], gpus=[{"uuid": name, "index": index} for index, name in enumerate(uuids)], paths=revision.document["paths"])
+    write.environ = {"LD_LIBRARY_PATH": nvml_library, "FAKE_NVML_STATE": str(path)}
+    write.uuids = uuids
+    return write
+
+
+def test_free_gpus_are_no_obstacle(revision, gpus):
+    revision.start(environ=gpus.environ)
+    revision.reach("running")
+    assert "cannot be asked" not in revision.log
+
+
+def test_memory_of_others_is_named_and_refused_and_never_ended(revision, gpus):
+    with bystander({"SOME": "one"}) as other:
+        gpus(f"proc gpu=1 pid={other.pid} mib=7000")
+        assert revision.run(environ=gpus.environ) == 69
+        detail = revision.state["detail"]
+        assert re.search(rf"GPU {gpus.uuids[1]} is held by process {other.pid} \((/bin/sh -c exec )?sleep 300, user \w+\) with 7000 MiB since 20\d\d-", detail), detail
+        assert revision.state["stage"] == "failed" and revision.state["launches"] == [] and other.poll() is None
+        checked = subprocess.run(revision.command("--check"), capture_output=True, env=gpus.environ, timeout=PATIENCE, check=False)
+        assert f"is held by process {other.pid} (".encode() in checked.stdout and checked.returncode == 1
+
+
+def test_our_own_leftovers_are_swept_before_they_are_counted(revision, gpus):
+    with bystander({"RANKZERO_SHARD": f"{revision.replica}/0/abc"}) as left:
+        gpus(f"proc gpu=0 pid={left.pid} mib=7000")
+        revision.start(environ=gpus.environ)
+        until(lambda: not alive(left.pid), "the sweep")
+        gpus()
+        revision.reach("running")
+
+
+def test_memory_that_nobody_here_holds_is_refused_after_a_moment(revision, gpus):
+    gpus("gpu 0 used=9000MiB")
+    began = time.monotonic()
+    assert revision.run(environ=gpus.environ) == 69
+    assert time.monotonic() - began > 4, "the driver may still be giving it back"
+    assert f"GPU {gpus.uuids[0]} has 9000 MiB in use by nobody that this host can see" in revision.state["detail"]
+
+
+def test_memory_on_other_gpus_is_none_of_our_business(revision, gpus):
+    revision.write([shell("engine", "exec sleep 300")], gpus=[{"uuid": gpus.uuids[0], "index": 0}])
+    with bystander({}) as other:
+        gpus(f"proc gpu=1 pid={other.pid} mib=7000")
+        revision.start(environ=gpus.environ)
+        revision.reach("running")
+
+
+def test_without_the_drivers_library_it_is_said_and_the_shard_starts(revision, gpus):
+    revision.start(environ={})
+    revision.reach("running")
+    assert "who holds memory on the GPUs cannot be asked" in revision.log
+
+
+def test_a_driver_that_hangs_does_not_hang_a_stop(revision, gpus):
+    gpus("delay nvmlDeviceGetHandleByUUID 60000")
+    process = revision.start(environ=gpus.environ)
+    revision.reach("starting")
+    time.sleep(0.7)
+    process.terminate()
+    began = time.monotonic()
+    assert process.wait(PATIENCE) == 0
+    assert time.monotonic() - began < 3
+
+
+# -- damaged ties
+
+
+@pytest.mark.parametrize(("change", "says"), [
+    (edit(["tie"], "x"), "launch.json.tie must be an object"),
+    (edit(["tie", "address"], "leader"), "launch.json.tie.address must be an IP address"),
+    (edit(["tie", "port"], 0), "launch.json.tie.port must be an integer, 1 to 65535"),
+    (edit(["tie", "secret"], "../x"), "launch.json.tie.secret must be the name of a file in secrets/"),
+    (edit(["tie", "silent_seconds"], 0), "launch.json.tie.silent_seconds must be at least 0.2"),
+    (edit(["tie", "run_ports"], [2, 1]), "launch.json.tie.run_ports must be the first and the last"),
+    (edit(["tie", "run_ports"], [1]), "launch.json.tie.run_ports must be the first and the last"),
+    (edit(["tie", "run_ports"], [1, "2"]), "launch.json.tie.port must be an integer"),
+    (edit(["restart"], {"limit": 0}), "launch.json.restart.limit must be an integer, at least 1"),
+    (edit(["restart"], {"limit": 1, "backoff": [-1]}), "launch.json.restart.backoff[0].seconds must be a number of seconds"),
+    (edit(["launches", 0, "leader_port_args"], [{"index": 9, "text": "{leader_port}"}]), "leader_port_args[0].index must be an integer, 0 to 2"),
+    (edit(["launches", 0, "leader_port_args"], [{"index": 1, "text": "{leader_port}"}]), "leader_port_args[0] must give args[1]"),
+    (edit(["launches", 0, "leader_port_args"], [{"index": 1, "text": "exec sleep 300"}]), "leader_port_args[0] must give args[1]"),
+])
+def test_a_damaged_tie_is_one_clear_line(ranks, capfd, change, says):
+    replica = ranks(2)
+    change(replica[0].document)
+    replica.change(0)
+    assert run_shard.main([str(replica[0].directory)]) == 78
+    error = capfd.readouterr().err
+    assert error.startswith("run_shard: launch.json") and says in error and error.count("\n") == 1, error

@@ -91,6 +91,15 @@ def test_what_ends_a_run_on_all_ranks(event, rank, kind, part):
     assert one.message()["cause"]["rank"] == rank and one.message()["phase"] == ENDING
 
 
+def test_a_rank_that_was_asked_to_stop_is_not_started_with_again():
+    one = tied(nodes=2)
+    stop = Cause(1, run_shard.STOP, "SIGTERM received")
+    one.report(1, Report("a0", "a0", stop), 1.0)
+    one.own_idle(1.1)
+    one.report(1, Report(None, "a0", stop), 1.2)
+    assert one.phase == TYING and one.missing[1][1] == "it was asked to stop"
+
+
 @pytest.mark.parametrize("event", [
     lambda one: one.tick(19.9),
     lambda one: one.report(1, Report("a0", "a0", None), 9.0),

@@ -1483,7 +1483,7 @@ class Cause(NamedTuple):
             raise TieError("a cause that is none")
         if not isinstance(value.get("rank"), int) or not isinstance(value.get("code"), (int, type(None))):
             raise TieError("a cause that is none")
-        return cls(value["rank"], str(value["kind"]), str(value["reason"]), value["launch"], value["code"], value["signal"])
+        return cls(value["rank"], str(value.get("kind")), str(value.get("reason")), value.get("launch"), value.get("code"), value.get("signal"))
 
     def as_message(self) -> dict[str, Any]:
         return {**self._asdict(), "reason": self.reason[:400], "launch": self.launch and self.launch[:100]}
@@ -1573,6 +1573,8 @@ class Leader:
             if report.run is None:
                 self._over(Cause(rank, TIE, "it has ended its part"), now)
                 self.busy.discard(rank)
+                if report.cause is not None and report.cause.kind == STOP and report.cause.rank == rank:
+                    self.lost(rank, "it was asked to stop", now)        # it leaves: nothing may start with it now
         self._settle(now)
 
     def lost(self, rank: int, reason: str, now: float) -> None:
@@ -1718,6 +1720,7 @@ class Follower:
 # What goes over a tie: lines with a MAC before a JSON text
 
 TIE_GREETING = b"rankzero-tie 1 "
+ENDED_BY_PEER = "its run_shard.py has ended the connection"
 NONCE = re.compile(rb"[0-9a-f]{32}")
 
 
@@ -1823,7 +1826,7 @@ class Channel:
             self._failed(error)
             return
         if not data:
-            self._end("its run_shard.py has ended the connection", by_peer=True)
+            self._end(ENDED_BY_PEER, by_peer=True)
             return
         *lines, self._in = (self._in + data).split(b"\n")
         for line in lines:
@@ -1834,7 +1837,7 @@ class Channel:
 
     def _failed(self, error: OSError) -> None:
         by_peer = error.errno in (errno.ECONNRESET, errno.EPIPE)
-        self._end(f"its connection failed: {reason_of(error)}", by_peer)
+        self._end(ENDED_BY_PEER if by_peer else f"its connection failed: {reason_of(error)}", by_peer)
 
     def _end(self, reason: str, by_peer: bool) -> None:
         if not self.closed:
@@ -1970,6 +1973,7 @@ class LeaderTie(Alone):
         self._events = events
         self._guests: list[Guest] = []
         self._ranks: dict[int, tuple[Channel, Session]] = {}
+        self._retired: list[tuple[float, Channel]] = []
         self._beat_due = 0.0
         self._delivered: dict[str, Any] = {}
         self._logged: dict[tuple[str, str], float] = {}
@@ -2061,9 +2065,8 @@ class LeaderTie(Alone):
         if problem is not None:
             return problem
         self._guests.remove(guest)
-        before = self._ranks.pop(rank, None)
-        if before is not None:
-            before[0].close()
+        if rank in self._ranks:
+            self._retire(self._ranks[rank][0])
         channel = guest.channel
         self._ranks[rank] = (channel, session)
         channel.on_line = lambda line: self._told(rank, channel, session, line)
@@ -2073,6 +2076,12 @@ class LeaderTie(Alone):
         self._delivered = {}
         self.deliver()
         return None
+
+    def _retire(self, channel: Channel) -> None:
+        """A connection that another one has replaced is the follower's to close: our FIN could arrive before the welcome, and look like our end."""
+        channel.on_line = lambda line: None
+        channel.on_end = lambda reason, by_peer: None
+        self._retired.append((time.monotonic() + HANDSHAKE_SECONDS, channel))
 
     # -- tied ranks
 
@@ -2107,6 +2116,10 @@ class LeaderTie(Alone):
         now = time.monotonic()
         for guest in [guest for guest in self._guests if now >= guest.until]:
             self._dismiss(guest, f"it did not say who it is within {HANDSHAKE_SECONDS:g} seconds")
+        for until, channel in self._retired:
+            if now >= until:
+                channel.close()
+        self._retired = [(until, channel) for until, channel in self._retired if not channel.closed]
         super().tick()
 
     def seconds_to_tick(self) -> float:
@@ -2115,8 +2128,8 @@ class LeaderTie(Alone):
     def close(self) -> None:
         self._events.unregister(self._listener)
         self._listener.close()
-        for guest in self._guests:
-            guest.channel.close()
+        for channel in [*(guest.channel for guest in self._guests), *(channel for _until, channel in self._retired)]:
+            channel.close()
         for channel, _session in self._ranks.values():
             channel.farewell()
         self._ranks.clear()
@@ -2382,7 +2395,8 @@ class Run:
             end = End(f"internal error of run_shard.py: {type(error).__name__}: {error}", EX_SOFTWARE, kind=INTERNAL)
         log(f"stopping: {end.reason}")
         self._state.ended(end)
-        self._tie.own_ended(end.as_cause(self._shard.rank))     # the other ranks learn of it before anything else is done
+        if end.rank is None:
+            self._tie.own_ended(end.as_cause(self._shard.rank))     # the other ranks learn of it before anything else is done
         left = self._stop(end)
         if self._tie.cause is not None and not end.requested and self._tie.cause.rank != self._shard.rank:
             end = end._replace(**{name: value for name, value in End.by(self._tie.cause, self._shard.rank)._asdict().items() if name != "exit_code"})
@@ -2578,6 +2592,8 @@ class Life:
                 end, left = self._next(tie)
                 if end is not None:
                     return self._finish(end, left)
+        except Exception as error:  # noqa: BLE001 pylint: disable=broad-except
+            return self._finish(End(f"internal error of run_shard.py: {type(error).__name__}: {error}", EX_SOFTWARE, kind=INTERNAL), [])
         finally:
             tie.close()
 
@@ -2587,9 +2603,11 @@ class Life:
             if self._events.stop_signal is not None:
                 tie.own_ended(stop_of(self._events.stop_signal).as_cause(self._shard.rank))
                 return stop_of(self._events.stop_signal), []
+            if tie.phase == ENDING:
+                tie.own_idle()      # over before we could begin it
+            self._state.tied(tie.role, tie.tied_ranks(), tie.failures)
             if tie.phase == GIVEN_UP and tie.cause is not None:
                 return End.by(tie.cause, self._shard.rank)._replace(reason=tie.given_up(), exit_code=EX_GIVEN_UP), []
-            self._state.tied(tie.role, tie.tied_ranks(), tie.failures)
             self._state.stage(*tie.describe())
             self._events.wait(math.inf)
         run, shard = tie.run, self._shard.of_run(tie.run.number)
