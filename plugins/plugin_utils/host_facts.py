@@ -209,7 +209,7 @@ _PROCESS = {"pid": _whole(), "used_mib": _number, "kind": _text, "name": _text, 
 _DOMAIN = {"id": _text, "clique": _text, "state": _text, "health": _text}
 _GPU = {
     "index": _whole(), "uuid": _word, "pci_bdf": _text, "model": _text, "compute_capability": _text, "compute_mode": _text, "interconnect_domain": _mapping(_DOMAIN),
-    "memory": _empty({"model": _text, "total_mib": _number, "used_mib": _number, "unattributed_mib": _number}), "partition": _empty({"kind": _text, "mode_current": _anything}),
+    "memory": _empty({"model": _text, "total_mib": _number, "used_mib": _number, "reserved_mib": _number, "unattributed_mib": _number}), "partition": _empty({"kind": _text, "mode_current": _anything}),
     "health": _empty({"state": _text, "reasons": _list(_text)}), "processes": _list(_mapping(_PROCESS)),
 }
 _GID = {"index": _required(_whole(), "the number of the entry"), "gid": _text, "type": _text, "netdev": _text, "address": _address, "network": _network, "vlan": _whole()}
