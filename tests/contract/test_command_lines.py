@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import pytest
+import yaml
 
 HERE = pathlib.Path(__file__).resolve().parent
 for folder in (HERE, HERE.parent / "unit"):
@@ -319,3 +320,21 @@ def test_the_real_llama_server_takes_its_command_lines(tmp_path: pathlib.Path) -
             lines += 1
     assert lines == 8
     assert asked(binary, ["--por", "1"]).returncode != 0 and asked(binary, ["--device", "CUDA7"]).returncode != 0
+
+
+# ---- the profiles that people are shown
+
+@pytest.mark.parametrize("path", sorted((HERE.parent.parent / "docs" / "examples" / "profiles").glob("*.yml")), ids=lambda path: path.stem)
+def test_every_example_profile_is_planned_and_its_command_lines_are_accepted(path: pathlib.Path) -> None:
+    for name, wanted in yaml.safe_load(path.read_text(encoding="utf-8"))["replica_profiles"].items():
+        if wanted["engine"] not in made.PROGRAMS:
+            continue
+        nodes = wanted.get("nodes", 1)
+        found = made.hosts(nodes, gpus=wanted.get("gpus_per_node", wanted.get("tp", 1)))
+        for host in found.values():
+            for place in [wanted["model_path"], *(adapter["path"] for adapter in wanted.get("adapters", ()))]:
+                host["models"][place] = host["models"]["/adapters/sql"]
+        for shard in made.good({"nodes": nodes, **wanted, "name": name}, found=found):
+            for launch in shard["launches"]:
+                if launch["name"] != "ggml-rpc-server":
+                    parse(launch, shard)

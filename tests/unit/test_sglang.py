@@ -169,7 +169,7 @@ def test_keys_that_an_engine_would_misread_are_refused(key: str) -> None:
 
 
 def test_the_launch_document_names_the_secrets_place_and_every_file_of_the_revision_is_there() -> None:
-    templates = {name: "{{ shard.rank }}" for name in ("shard.env.j2", "inference.service.j2", "supervisord.conf.j2")}
+    templates = dict.fromkeys(("shard.env.j2", "inference.service.j2", "supervisord.conf.j2"), "{{ shard.rank }}")
     shard = made.good(profile(2))[0]
     document = json.loads(render.render(shard, templates, {}).files["launch.json"])
     assert document["launches"][-1]["secret_args"] == [{"position": len(document["launches"][-1]["args"]) - 1, "secret": "sglang.yaml"}]

@@ -6,12 +6,15 @@
 from __future__ import annotations
 
 import json
+import pathlib
+import subprocess
 from typing import Any
 
 import engine_requests as made
 import facts
 import pytest
 
+from ansible_collections.rankzero.inference.plugins.module_utils import engine_probe
 from ansible_collections.rankzero.inference.plugins.plugin_utils import engines
 from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings
 from ansible_collections.rankzero.inference.plugins.plugin_utils.profile import parse
@@ -295,3 +298,18 @@ def test_words_without_an_option_and_a_bare_double_dash_are_refused() -> None:
 @pytest.mark.parametrize("name", ["VLLM_HOST_IP", "VLLM_PORT", "HOST_IP", "VLLM_API_KEY", "VLLM_TARGET_DEVICE", "SPT_NOENV", "RAY_ADDRESS", "VLLM_CONFIG_ROOT", "VLLM_PLUGINS", "MASTER_ADDR", "HF_HUB_OFFLINE"])
 def test_variables_that_contradict_the_plan_are_refused(name: str) -> None:
     assert made.faults(profile(env={name: "x"})) == [f"env.{name}"]
+
+
+# ---- the build
+
+@pytest.mark.parametrize(("told", "version"), [("0.32.0+cpu", "0.32.0+cpu"), ("INFO 11-29 12:00:00 loading\n0.33.0", "0.33.0"), ("sglang version: 0.5.23\ngit revision: 1.2abc", "0.5.23")])
+def test_the_version_that_the_programs_print_is_found(told: str, version: str, tmp_path: pathlib.Path) -> None:
+    program = tmp_path / "vllm"
+    program.write_text("#!/bin/sh\ncat <<'END'\n%s\nEND\n" % told)
+    program.chmod(0o755)
+
+    def run_command(words: list[str], **options: Any) -> tuple[int, str, str]:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=10, cwd=options.get("cwd"), check=False)
+        return done.returncode, done.stdout, done.stderr
+
+    assert engine_probe.version(run_command, str(program), ["--version"], {}) == version

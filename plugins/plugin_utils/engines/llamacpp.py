@@ -33,9 +33,7 @@ _OWNED = {
     "--hf-repo-draft": ((), "model_path of the profile"), "--cache-list": ((), "nothing: it would list and exit"), "--completion-bash": ((), "nothing: it would print and exit"),
     "--device-draft": ((), "the shard's GPUs"),
     # Presets name a model to download, and its port.
-    **{name: ((), "model_path of the profile") for name in (
-        "--embd-gemma-default", "--fim-qwen-1.5b-default", "--fim-qwen-3b-default", "--fim-qwen-7b-default", "--fim-qwen-7b-spec", "--fim-qwen-14b-spec", "--fim-qwen-30b-default",
-        "--gpt-oss-20b-default", "--gpt-oss-120b-default", "--vision-gemma-4b-default", "--vision-gemma-12b-default")},
+    **dict.fromkeys(("--embd-gemma-default", "--fim-qwen-1.5b-default", "--fim-qwen-3b-default", "--fim-qwen-7b-default", "--fim-qwen-7b-spec", "--fim-qwen-14b-spec", "--fim-qwen-30b-default", "--gpt-oss-20b-default", "--gpt-oss-120b-default", "--vision-gemma-4b-default", "--vision-gemma-12b-default"), ((), "model_path of the profile")),
 }
 _REFUSED = {
     "--tools": ((), "lets requests execute shell commands and write files"), "--agent": (("-ag",), "lets requests execute tools"), "--tools-runtime": ((), "executes tools"),
