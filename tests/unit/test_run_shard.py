@@ -1067,7 +1067,7 @@ class Ranks:
         for rank, revision in enumerate(self.ranks):
             revision.secret("tie_key", secret)
             revision.write([engine(rank) if engine is not None else shell("engine", "exec sleep 300")], nodes=count, stop_seconds=stop_seconds,
-                           tie={"address": "127.0.0.1", "port": self.port, "secret": "tie_key", "silent_seconds": silent, "run_ports": [self.first, self.first + 9]},
+                           tie={"address": "127.0.0.1", "port": self.port, "secret": "tie_key", "silent_seconds": silent, "run_ports": [self.first + slot for slot in range(10)]},
                            restart=restart or {"limit": 3, "window_seconds": 600, "backoff": [0.1, 0.2]})
 
     def __getitem__(self, rank):
@@ -1305,16 +1305,20 @@ def test_the_rendezvous_moves_with_the_run_and_nothing_else_does(ranks):
     for rank in (0, 1):
         operators = f"--mine={replica.first}"
         args = ["-IS", "-c", MEET, str(replica.first), str(rank), operators, "{leader_port}"]
-        more = {"wait_for_leader_port": {"address": "127.0.0.1", "port": replica.first}} if rank else {}
-        replica[rank].write([{"name": "engine", "path": sys.executable, "args": args, "leader_port_args": [{"index": 3, "text": "{leader_port}"}], **more}],
-                            listen_ports=[] if rank else [{"address": "127.0.0.1", "port": replica.first, "what": "the ranks' rendezvous"}])
+        ports = [replica.first + slot for slot in range(10)]
+        more = {"wait_for_leader_port": {"address": "127.0.0.1", "port": replica.first, "ports": ports}} if rank else {}
+        replica[rank].write([{"name": "engine", "path": sys.executable, "args": args, "run_args": [{"position": 3, "values": list(map(str, ports))}],
+                              "run_env": [{"name": "RAY_ADDRESS", "values": [f"127.0.0.1:{port}" for port in ports]}], **more}],
+                            listen_ports=[] if rank else [{"address": "127.0.0.1", "port": replica.first, "what": "the ranks' rendezvous", "ports": ports}])
     replica.start()
     old = None
     for number in (1, 2, 3):
         old = replica.running(other_than=old)
         for state in replica.states():
             words = pathlib.Path(f"/proc/{state['launches'][0]['pid']}/cmdline").read_bytes().decode().split("\0")
-            assert words[4] == str(replica.first + number) == str(state["run_port"])
+            assert words[4] == str(replica.first + number - 1) == str(state["run_port"])
+            environment = environ_of(pathlib.Path(f"/proc/{state['launches'][0]['pid']}/environ").read_bytes())
+            assert environment[b"RAY_ADDRESS"].decode() == f"127.0.0.1:{state['run_port']}"
             assert words[6:8] == [f"--mine={replica.first}", "{leader_port}"]
         os.kill(replica.pids()[number % 2], signal.SIGKILL)
         if number == 2:
@@ -1586,14 +1590,17 @@ def test_a_driver_that_hangs_does_not_hang_a_stop(revision, gpus):
     (edit(["tie", "port"], 0), "launch.json.tie.port must be an integer, 1 to 65535"),
     (edit(["tie", "secret"], "../x"), "launch.json.tie.secret must be the name of a file in secrets/"),
     (edit(["tie", "silent_seconds"], 0), "launch.json.tie.silent_seconds must be at least 0.2"),
-    (edit(["tie", "run_ports"], [2, 1]), "launch.json.tie.run_ports must be the first and the last"),
-    (edit(["tie", "run_ports"], [1]), "launch.json.tie.run_ports must be the first and the last"),
-    (edit(["tie", "run_ports"], [1, "2"]), "launch.json.tie.port must be an integer"),
+    (edit(["tie", "run_ports"], []), "launch.json.tie.run_ports must not be empty"),
+    (edit(["tie", "run_ports"], [1, "2"]), "launch.json.tie.run_ports[1] must be an integer, 1 to 65535"),
     (edit(["restart"], {"limit": 0}), "launch.json.restart.limit must be an integer, at least 1"),
-    (edit(["restart"], {"limit": 1, "backoff": [-1]}), "launch.json.restart.backoff[0].seconds must be a number of seconds"),
-    (edit(["launches", 0, "leader_port_args"], [{"index": 9, "text": "{leader_port}"}]), "leader_port_args[0].index must be an integer, 0 to 2"),
-    (edit(["launches", 0, "leader_port_args"], [{"index": 1, "text": "{leader_port}"}]), "leader_port_args[0] must give args[1]"),
-    (edit(["launches", 0, "leader_port_args"], [{"index": 1, "text": "exec sleep 300"}]), "leader_port_args[0] must give args[1]"),
+    (edit(["restart"], {"limit": 1, "backoff": [-1]}), "launch.json.restart.backoff[0] must be a number of seconds"),
+    (edit(["launches", 0, "run_args"], [{"position": 9, "values": ["x"] * 10}]), "run_args[0].position must be an integer, 0 to 2"),
+    (edit(["launches", 0, "run_args"], [{"position": 1, "values": ["x"] * 10}]), "run_args[0].values must begin with args[1]"),
+    (edit(["launches", 0, "run_args"], [{"position": 1, "values": ["x"]}]), "run_args[0].values must be one for each of tie.run_ports"),
+    (edit(["launches", 0, "run_env"], [{"name": "A B", "values": ["x"] * 10}]), "run_env[0].name must be the name of a variable"),
+    (edit(["launches", 0, "run_env"], [{"name": "A", "values": [1] * 10}]), "run_env[0].values[0] must be a string"),
+    (edit(["launches", 0, "wait_for_leader_port"], {"address": "127.0.0.1", "port": 1, "ports": [1]}), "wait_for_leader_port.ports must be one for each"),
+    (edit(["listen_ports"], [{"address": "127.0.0.1", "port": 1, "what": "x", "ports": [1]}]), "listen_ports[0].ports must be one for each"),
 ])
 def test_a_damaged_tie_is_one_clear_line(ranks, capfd, change, says):
     replica = ranks(2)

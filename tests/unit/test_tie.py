@@ -70,8 +70,8 @@ def test_the_number_of_a_run_is_above_every_one_that_any_rank_has_seen():
     one.join(1, IDLE, 17, 0.0)
     one.join(2, IDLE, 3, 0.0)
     assert one.run.number == 18
-    terms = run_shard.TieTerms("127.0.0.1", 1, "k", 1.0, (29500, 29509))
-    assert [terms.port_of_run(number) for number in (18, 19, 20)] == [29508, 29509, 29500]
+    terms = run_shard.TieTerms("127.0.0.1", 1, "k", 1.0, tuple(range(29500, 29510)))
+    assert [terms.port_of_run(number) for number in (1, 18, 20, 21)] == [29500, 29507, 29509, 29500]
 
 
 @pytest.mark.parametrize(("event", "rank", "kind", "part"), [

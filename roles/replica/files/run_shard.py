@@ -81,7 +81,6 @@ GPU_NOBODYS_MIB = 1024          # more than what the driver and a display take f
 MOST_LINE_BYTES = 4096
 MOST_GUESTS = 16                # connections to the tie that have not said who they are
 MOST_OUTGOING_BYTES = 65536
-LEADER_PORT = "{leader_port}"   # in leader_port_args of launch.json
 
 PROC = "/proc"
 NVIDIA_GPUS = "/proc/driver/nvidia/gpus"
@@ -150,22 +149,24 @@ def reason_of(error: OSError) -> str:
 
 
 class Endpoint(NamedTuple):
-    """A TCP address that must be listened on before a launch starts."""
+    """A TCP address that must be listened on before a launch starts. `ports`: one for each of tie.run_ports where it moves with the run."""
 
     what: str
     address: str
     port: int
+    ports: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.what} at {host_port(self.address, self.port)}"
 
 
 class Port(NamedTuple):
-    """A TCP port that the shard is going to listen on."""
+    """A TCP port that the shard is going to listen on. `ports` as in Endpoint."""
 
     address: str
     port: int
     what: str
+    ports: tuple[int, ...] = ()
 
 
 class Gpu(NamedTuple):
@@ -185,7 +186,8 @@ class Launch:
     secret_env: Mapping[str, str]
     wait_for: tuple[Endpoint, ...]
     secret_args: Mapping[int, str] = field(default_factory=dict)
-    leader_port_args: Mapping[int, str] = field(default_factory=dict)   # argument that moves with the run -> its text with {leader_port}
+    run_args: Mapping[int, tuple[str, ...]] = field(default_factory=dict)   # position of an argument that moves with the run -> its text for each of tie.run_ports
+    run_env: Mapping[str, tuple[str, ...]] = field(default_factory=dict)    # the same for variables
 
 
 class TieTerms(NamedTuple):
@@ -195,11 +197,14 @@ class TieTerms(NamedTuple):
     port: int
     secret: str
     silent_seconds: float
-    run_ports: tuple[int, int]
+    run_ports: tuple[int, ...]
+
+    def slot(self, number: int) -> int:
+        """Which of run_ports the run of this number has."""
+        return (number - 1) % len(self.run_ports)
 
     def port_of_run(self, number: int) -> int:
-        low, high = self.run_ports
-        return low + number % (high - low + 1)
+        return self.run_ports[self.slot(number)]
 
 
 class Restart(NamedTuple):
@@ -244,17 +249,17 @@ class Shard:
         """The shard with its rendezvous where the ranks meet in this run, so that an engine of an old run cannot meet one of a new."""
         if self.tie is None:
             return self
-        first, port = self.tie.run_ports[0], self.tie.port_of_run(number)
-        return dataclasses.replace(
-            self, launches=tuple(self._moved(launch, first, port) for launch in self.launches),
-            listen_ports=tuple(wanted._replace(port=port) if wanted.port == first else wanted for wanted in self.listen_ports))
+        slot = self.tie.slot(number)
+        return dataclasses.replace(self, launches=tuple(self._moved(launch, slot) for launch in self.launches),
+                                   listen_ports=tuple(wanted._replace(port=wanted.ports[slot]) if wanted.ports else wanted for wanted in self.listen_ports))
 
     @staticmethod
-    def _moved(launch: Launch, first: int, port: int) -> Launch:
-        args = [launch.leader_port_args.get(index, argument).replace(LEADER_PORT, str(port)) if index in launch.leader_port_args else argument
-                for index, argument in enumerate(launch.args)]
-        wait_for = tuple(endpoint._replace(port=port) if endpoint.port == first else endpoint for endpoint in launch.wait_for)
-        return dataclasses.replace(launch, args=tuple(args), wait_for=wait_for)
+    def _moved(launch: Launch, slot: int) -> Launch:
+        """Only what the plan marked moves; an argument of the operator's that looks like the port stays."""
+        args = [launch.run_args[position][slot] if position in launch.run_args else argument for position, argument in enumerate(launch.args)]
+        env = {**launch.env, **{name: values[slot] for name, values in launch.run_env.items()}}
+        wait_for = tuple(endpoint._replace(port=endpoint.ports[slot]) if endpoint.ports else endpoint for endpoint in launch.wait_for)
+        return dataclasses.replace(launch, args=tuple(args), env=env, wait_for=wait_for)
 
 
 def host_port(address: str, port: int) -> str:
@@ -323,11 +328,15 @@ class Fields:
 
     @staticmethod
     def element(value: Any, where: str) -> int:
-        return Fields({"port": value}, where.rpartition(".")[0]).integer("port", 1, 65535)
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 65535:
+            damaged(f"{where} must be an integer, 1 to 65535")
+        return value
 
     @staticmethod
     def pause(value: Any, where: str) -> float:
-        return Fields({"seconds": value}, where).seconds("seconds", 0.0)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
+            damaged(f"{where} must be a number of seconds, at least 0")
+        return float(value)
 
     def address(self, name: str) -> str:
         return ip_address(self.text(name), f"{self.where}.{name}")
@@ -385,17 +394,25 @@ def encode(value: str) -> bytes:
     return value.encode("utf-8", "surrogateescape")
 
 
-def parse_endpoints(entry: Fields) -> tuple[Endpoint, ...]:
+def parse_endpoints(entry: Fields, runs: int) -> tuple[Endpoint, ...]:
     endpoints = []
     if entry.has("wait_for_leader_port"):
         leader = entry.object("wait_for_leader_port")
-        endpoints.append(Endpoint("the leader", leader.address("address"), leader.integer("port", 1, 65535)))
+        endpoints.append(Endpoint("the leader", leader.address("address"), leader.integer("port", 1, 65535), parse_ports(leader, runs)))
     for rank in entry.objects("wait_for_ranks"):
-        endpoints.append(Endpoint(f"rank {rank.integer('rank', 0)}", rank.address("address"), rank.integer("port", 1, 65535)))
+        endpoints.append(Endpoint(f"rank {rank.integer('rank', 0)}", rank.address("address"), rank.integer("port", 1, 65535), parse_ports(rank, runs)))
     return tuple(endpoints)
 
 
-def parse_launch(entry: Fields, first_port: int | None) -> Launch:
+def parse_ports(entry: Fields, runs: int) -> tuple[int, ...]:
+    """One port for each of tie.run_ports, or none where the port stays."""
+    ports = tuple(entry.element(item, where) for where, item in entry.items("ports"))
+    if ports and len(ports) != runs:
+        damaged(f"{entry.where}.ports must be one for each of tie.run_ports")
+    return ports
+
+
+def parse_launch(entry: Fields, runs: int) -> Launch:
     args = []
     for where, argument in entry.items("args", required=True):
         if not isinstance(argument, str):
@@ -408,33 +425,45 @@ def parse_launch(entry: Fields, first_port: int | None) -> Launch:
     secret_args = {item.integer("position", 0, len(args) - 1): item.matching("secret", PLAIN_NAME, "the name of a file in secrets/") for item in entry.objects("secret_args")}
     return Launch(
         name=entry.matching("name", PLAIN_NAME, "a name of letters, digits, '_', '.' and '-'"), path=entry.absolute_path("path"), args=tuple(args),
-        env=entry.variables("env"), secret_env=secret_env, wait_for=parse_endpoints(entry), secret_args=secret_args,
-        leader_port_args=parse_leader_port_args(entry, args, first_port),
+        env=entry.variables("env"), secret_env=secret_env, wait_for=parse_endpoints(entry, runs), secret_args=secret_args,
+        run_args=parse_run_args(entry, args, runs), run_env=parse_run_env(entry, runs),
     )
 
 
-def parse_leader_port_args(entry: Fields, args: Sequence[str], first_port: int | None) -> dict[int, str]:
-    """Only what an adapter marked moves: the text must give exactly the argument that stands there, for the first port."""
+def parse_run_args(entry: Fields, args: Sequence[str], runs: int) -> dict[int, tuple[str, ...]]:
+    """What an argument is for each of tie.run_ports; for the first it must be what stands there."""
     found = {}
-    for marked in entry.objects("leader_port_args"):
-        index, text = marked.integer("index", 0, max(len(args) - 1, 0)), marked.text("text")
-        if first_port is None or LEADER_PORT not in text or not args or text.replace(LEADER_PORT, str(first_port)) != args[index]:
-            damaged(f"{marked.where} must give args[{index}] with the first of tie.run_ports in place of {LEADER_PORT}")
-        found[index] = text
+    for marked in entry.objects("run_args"):
+        position, values = marked.integer("position", 0, max(len(args) - 1, 0)), parse_values(marked, runs)
+        if not args or values[0] != args[position]:
+            damaged(f"{marked.where}.values must begin with args[{position}]")
+        found[position] = values
     return found
+
+
+def parse_run_env(entry: Fields, runs: int) -> dict[str, tuple[str, ...]]:
+    return {marked.matching("name", VARIABLE, "the name of a variable"): parse_values(marked, runs) for marked in entry.objects("run_env")}
+
+
+def parse_values(marked: Fields, runs: int) -> tuple[str, ...]:
+    values = tuple(usable_text(item, where) if isinstance(item, str) and "\n" not in item else damaged(f"{where} must be a string of one line")
+                   for where, item in marked.items("values", required=True))
+    if len(values) != runs or not values:
+        damaged(f"{marked.where}.values must be one for each of tie.run_ports")
+    return values
 
 
 def parse_tie(top: Fields) -> TieTerms | None:
     if not top.has("tie"):
         return None
     tie = top.object("tie")
-    ports = [tie.element(item, where) for where, item in tie.items("run_ports", required=True)]
-    if len(ports) != 2 or ports[0] > ports[1]:
-        damaged(f"{tie.where}.run_ports must be the first and the last of some ports")
+    ports = tuple(tie.element(item, where) for where, item in tie.items("run_ports", required=True))
+    if not ports:
+        damaged(f"{tie.where}.run_ports must not be empty")
     silent = tie.seconds("silent_seconds", DEFAULT_SILENT_SECONDS)
     if silent < 0.2:
         damaged(f"{tie.where}.silent_seconds must be at least 0.2")
-    return TieTerms(tie.address("address"), tie.integer("port", 1, 65535), tie.matching("secret", PLAIN_NAME, "the name of a file in secrets/"), silent, (ports[0], ports[1]))
+    return TieTerms(tie.address("address"), tie.integer("port", 1, 65535), tie.matching("secret", PLAIN_NAME, "the name of a file in secrets/"), silent, ports)
 
 
 def parse_restart(top: Fields) -> Restart | None:
@@ -454,7 +483,8 @@ def parse_shard(text: str, directory: str, environment: Mapping[str, str]) -> Sh
     if top.integer("schema", 0) != SCHEMA:
         damaged(f"launch.json has schema {top.integer('schema', 0)}, this run_shard.py reads schema {SCHEMA}: deploy the replica again")
     tie = parse_tie(top)
-    launches = tuple(parse_launch(entry, tie.run_ports[0] if tie else None) for entry in top.objects("launches", required=True))
+    runs = len(tie.run_ports) if tie is not None else 0
+    launches = tuple(parse_launch(entry, runs) for entry in top.objects("launches", required=True))
     if not launches:
         damaged("launch.json.launches must not be empty")
     if len({launch.name for launch in launches}) != len(launches):
@@ -466,7 +496,7 @@ def parse_shard(text: str, directory: str, environment: Mapping[str, str]) -> Sh
         state_dir=paths.absolute_path("state_dir"), work_dir=paths.absolute_path("work_dir"),
         stop_seconds=top.seconds("stop_seconds", DEFAULT_STOP_SECONDS),
         gpus=tuple(Gpu(gpu.text("uuid"), gpu.text("pci_bdf") if gpu.has("pci_bdf") else None) for gpu in top.objects("gpus")),
-        listen_ports=tuple(Port(port.address("address"), port.integer("port", 1, 65535), port.text("what")) for port in top.objects("listen_ports")),
+        listen_ports=tuple(Port(port.address("address"), port.integer("port", 1, 65535), port.text("what"), parse_ports(port, runs)) for port in top.objects("listen_ports")),
         addresses=tuple(ip_address(address, where) if isinstance(address, str) else damaged(f"{where} must be an IP address")
                         for where, address in top.items("addresses")),
         tie=tie if nodes > 1 else None, restart=parse_restart(top),
@@ -1535,7 +1565,7 @@ class Leader:
         self.number = number                        # the highest that any rank has seen
         self.failures: list[float] = []             # when counted ends happened
         self.heard: dict[int, float] = {}           # tied followers
-        self.missing: dict[int, tuple[float, str]] = {rank: (now, "it has not come yet") for rank in range(1, nodes)}
+        self.missing: dict[int, tuple[float, str]] = dict.fromkeys(range(1, nodes), (now, "it has not come yet"))
         self.busy: set[int] = {0}                   # ranks on which processes of a run may still be
         self.not_before = now
         self.restart = restart
