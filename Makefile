@@ -9,12 +9,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PYTHONDONTWRITEBYTECODE := 1
 
-.PHONY: help demo demo-clean test lint lab-test bench build clean
+.PHONY: help demo demo-clean test slow-test lint lab-test bench build clean
 
 help:
 	@echo "make demo              a real two-rank llama.cpp replica on this machine's CPU (ENGINE=sim: four simulated GPU ranks)"
 	@echo "make demo-clean        remove it"
 	@echo "make test              unit, module, contract and end-to-end tests on this machine (no root, under 2 minutes)"
+	@echo "make slow-test         the rest of them: every case of the gate, the simulator and the engines' behaviour"
 	@echo "make lint              ruff and mypy"
 	@echo "make lab-test          tests on several real hosts (root, Debian packages)"
 	@echo "make build             the collection as a tarball"
@@ -38,7 +39,10 @@ demo-clean: $(VENV)/.demo
 	@$(BIN)/python demo/demo.py clean
 
 test: $(VENV)/.test
-	@$(BIN)/python -m pytest -q tests/unit tests/fake_nvml tests/module tests/contract tests/e2e -n 3
+	@$(BIN)/python -m pytest -q tests/unit tests/fake_nvml tests/module tests/contract tests/e2e -m "not slow and not lab" -n 3
+
+slow-test: $(VENV)/.test
+	@$(BIN)/python -m pytest -q tests/unit tests/contract tests/e2e -m "slow and not lab" -n 2
 
 lint: $(VENV)/.test
 	@$(BIN)/ruff check .

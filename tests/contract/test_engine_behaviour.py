@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from engines_under_test import ADAPTER, KEY, NAME, Engine, Running
 
+pytestmark = pytest.mark.slow
+
 Start = Callable[..., Running]
 CHAT: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": "How are you?"}]}
 TEXT: dict[str, Any] = {"model": NAME, "prompt": "How are you?"}

@@ -70,6 +70,7 @@ def test_two_ranks_on_the_cpu(make_fleet: MakeFleet, model: pathlib.Path, llama:
     assert hosts.marked() == [] and hosts.supervisors() == []
 
 
+@pytest.mark.slow
 def test_an_rpc_rank_that_is_not_there_is_no_silent_single_host(make_fleet: MakeFleet, model: pathlib.Path, llama: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """llama-server alone would start on its own CPU and say it is healthy; ours waits for the rank and says for what."""
     broken = tmp_path / "broken"
@@ -81,7 +82,7 @@ def test_an_rpc_rank_that_is_not_there_is_no_silent_single_host(make_fleet: Make
     (broken / "ggml-rpc-server").chmod(0o755)
     hosts = make_fleet(["node-a", "node-b"])
     assert hosts.run("check_engines", extra={"engine_name": "llamacpp", "engine_path": str(broken)}).returncode == 0
-    done = hosts.run("deploy_replica", extra=with_profile(hosts, profile(model, ready_timeout=20)))
+    done = hosts.run("deploy_replica", extra=with_profile(hosts, profile(model, ready_timeout=12)))
     output = done.stdout + done.stderr
     assert done.returncode == 2 and "rank 1 (node-b)" in output, output
     assert hosts.marked() == []

@@ -121,8 +121,8 @@ def _readable_places(hosts: fleet.Fleet) -> list[pathlib.Path]:
 
 @pytest.mark.parametrize(("args", "told"), [
     pytest.param(["--sim-gpu-skip", "{uuid1}"], r"GPU 1.*holds? no(thing| memory)", id="missing on one GPU of two"),
-    pytest.param(["--sim-gpu-mib", "900"], r"450 MiB.*1024 MiB.*|gpu_memory_min_mib", id="only a bare context"),
-    pytest.param(["--sim-gpu-extra", "{uuid2}"], r"not (assigned|given)", id="wrong GPU"),
+    pytest.param(["--sim-gpu-mib", "900"], r"450 MiB.*1024 MiB.*|gpu_memory_min_mib", id="only a bare context", marks=pytest.mark.slow),
+    pytest.param(["--sim-gpu-extra", "{uuid2}"], r"not (assigned|given)", id="wrong GPU", marks=pytest.mark.slow),
     pytest.param(["--sim-no-gpu"], r"runs on the CPU", id="CPU"),
 ])
 def test_the_gate_refuses(make_fleet: MakeFleet, model: pathlib.Path, args: list[str], told: str) -> None:

@@ -28,6 +28,8 @@ import pytest
 import yaml
 from ansible_collections.rankzero.inference.plugins.module_utils import observation
 
+pytestmark = pytest.mark.slow
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 FILES = ROOT / "roles" / "replica" / "files"
 BUILD = ROOT / "tests" / "fake_nvml" / "build.py"

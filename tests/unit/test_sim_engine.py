@@ -23,6 +23,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 SIM_ENGINE = ROOT / "roles" / "replica" / "files" / "sim_engine.py"
 BUILD_FAKE_NVML = ROOT / "tests" / "fake_nvml" / "build.py"
