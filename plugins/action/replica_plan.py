@@ -22,7 +22,7 @@ from ansible_collections.rankzero.inference.plugins.plugin_utils.render import s
 from ansible_collections.rankzero.inference.plugins.plugin_utils.tables import plan_text
 
 display = Display()
-OPTIONS = ("replica_fabric", "replica_fabrics", "replica_leader", "replica_http_port", "replica_http_host", "replica_leader_port")
+OPTIONS = ("replica_fabric", "replica_fabrics", "replica_leader", "replica_http_port", "replica_http_host", "replica_leader_port", "replica_tie_port", "replica_silent_seconds")
 ARGUMENTS: dict[str, t.Any] = {
     "replica": {"type": "raw"},
     "profile": {"type": "raw"},
@@ -81,7 +81,7 @@ class ActionModule(ActionBase):
             programs = {name: collection_files.program(name) for name in [collection_files.SUPERVISOR_PROGRAM, *shard["program_files"]]}
             own[host] = convergence.reasons(records.get(host), shard, render.render(shard, templates, programs))
         ranks = {host: shard["rank"] for host, shard in plan["shards"].items()}
-        for host, converge in convergence.over_replica(own, ranks).items():
+        for host, converge in convergence.with_tie(convergence.over_replica(own, ranks), records).items():
             plan["shards"][host]["converge"] = converge
 
     @staticmethod

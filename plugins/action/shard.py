@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import typing as t
 
+from ansible import constants as C
 from ansible.errors import AnsibleActionFail
 from ansible.plugins.action import ActionBase
 
@@ -91,11 +94,32 @@ class ActionModule(ActionBase):
         return hostvars.text((self._facts.get("host") or {}).get("supervisord"))
 
     def _secrets(self, shard: t.Mapping[str, t.Any]) -> dict[str, str]:
-        if not shard["secrets"]:
-            return {}
-        if not self._arguments["api_key"]:
-            raise AnsibleActionFail("the plan gives this rank an API key, but api_key is not set: give shard the same key as replica_plan")
-        return secrets.files(str(self._arguments["api_key"]), shard["secret_files"])
+        tie = shard["tie"]["secret"] if shard["tie"] else None
+        found: dict[str, str] = {}
+        if any(name != tie for name in shard["secrets"]):
+            if not self._arguments["api_key"]:
+                raise AnsibleActionFail("the plan gives this rank an API key, but api_key is not set: give shard the same key as replica_plan")
+            found = secrets.files(str(self._arguments["api_key"]), shard["secret_files"])
+        return {**found, tie: self._tie_key(shard)} if tie else found
+
+    @staticmethod
+    def _tie_key(shard: t.Mapping[str, t.Any]) -> str:
+        """The random key of this deploy: whichever fork comes first makes it, in the directory that all forks of this run of Ansible share and that
+        goes with it. The controller keeps nothing; ranks that are not written by one run are written anew by the next (decision 9)."""
+        topic = hashlib.sha256(("%s %s" % (shard["labels"]["replica"], shard["fingerprint"])).encode()).hexdigest()[:16]
+        path = os.path.join(C.DEFAULT_LOCAL_TMP, "rankzero-tie-" + topic)
+        draft = "%s.%d" % (path, os.getpid())
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w", encoding="ascii") as stream:
+            stream.write(os.urandom(32).hex())
+        try:
+            os.link(draft, path)
+        except FileExistsError:
+            pass
+        finally:
+            os.unlink(draft)
+        with open(path, encoding="ascii") as stream:
+            return stream.read()
 
     def _call(self, state: str = "present", secrets: dict[str, str] | None = None, **revision: t.Any) -> dict[str, t.Any]:
         """The one remote call."""

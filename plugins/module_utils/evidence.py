@@ -52,7 +52,11 @@ RESTART_SECONDS = 10
 
 LOG_LINES = 8
 
-_BEFORE_ENGINE = {"starting": "the service is starting", "waiting": "waiting", "sidecars": "starting the sidecars"}
+_BEFORE_ENGINE = {"starting": "the service is starting", "waiting": "waiting", "sidecars": "starting the sidecars", "tying": "waiting for the other ranks",
+                  "restarting": "starting again"}
+_GATE_STAGES = {"tying": "joining", "restarting": "starting"}
+_HEALS = frozenset({"tie", "stop"})
+"""Kinds of ends that are no fault of what runs: a rank was lost, or asked to stop. The ranks start again together when it is back."""
 
 _RESULTS = {
     "oom-kill": "The kernel ended the service because the host or its memory limit ran out of memory.",
@@ -350,8 +354,10 @@ def _end(observation: Map) -> Finding | None:
     """The shard has ended, or its service has. An exit code of 0 is an end, too (vllm#48966); a stop that was asked for is not a failure."""
     state, service = _current_state(observation), observation.get("service")
     ended = next((launch for launch in (state or {}).get("launches") or [] if launch.get("exit")), None)
-    if state and ended and not _on_request(state.get("detail")):
+    if state and ended and not _on_request(state.get("detail")) and not _began_elsewhere(state):
         return _ended_launch(state, ended)
+    if state and state.get("stage") == "failed" and _began_elsewhere(state):
+        return _not_running(state)
     if service is not None and service.get("failed"):
         result = service.get("result") or "no result"
         return Finding("failed", f"the service has failed ({result})", log="all", cause=_RESULTS.get(result) or _last_cause(state))
@@ -364,6 +370,12 @@ def _end(observation: Map) -> Finding | None:
     if state is None and service is None:
         return Finding("failed", "neither a service nor a run of this shard was found on this host", hint="Deploy the replica first.")
     return None
+
+
+def _began_elsewhere(state: Map) -> bool:
+    """Whether the last run ended for another rank's sake, or heals: then our launches were ended by us, and the rank it began with tells why."""
+    last = state.get("last_end") or {}
+    return last.get("rank") not in (None, state.get("rank")) or last.get("kind") in _HEALS
 
 
 def _not_running(state: Map | None) -> Finding:
@@ -413,7 +425,9 @@ def _restarted(observation: Map) -> Finding | None:
     service, state = observation.get("service") or {}, observation.get("state") or {}
     wanted_run = (observation.get("wanted") or {}).get("run_id")
     other_run = wanted_run is not None and state.get("run_id") not in (None, wanted_run)
-    if not (service.get("restarting") or service.get("restarts") or other_run or _came_back(observation)):
+    if _began_elsewhere(state):
+        return None
+    if not (service.get("restarting") or service.get("restarts") or other_run or state.get("failures") or _came_back(observation)):
         return None
     last = state.get("last_end") or {}
     known = log_signatures.cause_of_end(last.get("code"), last.get("signal")) or {}
@@ -448,7 +462,7 @@ def _progress(observation: Map, evidence: Map) -> Finding:
         return Finding("starting", f"the run before is being stopped{_because(state.get('detail'))}")
     if stage != "running":
         word = _BEFORE_ENGINE.get(str(stage), str(stage))
-        return Finding(stage if stage in _BEFORE_ENGINE else "starting", word + _because(state.get("detail")), detail=state.get("detail"))
+        return Finding(_GATE_STAGES.get(str(stage), str(stage)) if stage in _BEFORE_ENGINE else "starting", word + _because(state.get("detail")), detail=state.get("detail"))
     http = evidence["http"]
     if http is not None:
         return _leader(observation, evidence, http)

@@ -144,6 +144,8 @@ class Observer:
         port = _ready(launch).get("accepts_on_port")
         if port is None or not _runs(state):
             return None
+        if port == (launch or {}).get("leader_port"):
+            port = (state or {}).get("run_port") or port        # the ranks' rendezvous moves with the run
         return bool(processes.established(self._proc_root, port, pids))
 
     def _gpus(self, launch: Mapping[str, Any] | None, pids: set[int]) -> tuple[dict[str, Any] | None, list[dict[str, Any]] | None]:

@@ -29,7 +29,8 @@ CLOCK_TOLERANCE = 5.0       # seconds between the start of a process by /proc an
 
 def read(replica_root: str, proc_root: str, run_command: RunCommand, unit_directory: str = UNIT_DIRECTORY) -> dict[str, Facts]:
     """`{replica: shard}` in the shape of `shards` in docs/architecture.md, with `errors: {file: sentence}` beside, and what keeps a replica
-    in its place when it is planned again: `gpus` (UUIDs), `leader_port`, `http_port`.
+    in its place when it is planned again: `gpus` (UUIDs), `leader_port`, `http_port`,
+    `tie_port`, `run_ports`; and `tie_id`, by which keys of the tie can be told apart.
 
     `run_command` is asked only when a replica has a systemd unit on this host: one `systemctl show` for all of them.
     """
@@ -76,7 +77,10 @@ def read_shard(replica_root: str, replica: str, proc_root: str, unit: Facts | No
         errors["unit"] = "systemctl show failed: %s" % unit["problem"]
     labels = launch["labels"] if isinstance(launch.get("labels"), dict) else {}
     shard.update({name: text(labels.get(name)) for name in LABELS})
-    shard.update({name: whole(launch.get(name)) for name in ("leader_port", "http_port")})
+    shard.update({name: whole(launch.get(name)) for name in ("leader_port", "http_port", "tie_port")})
+    tie = launch["tie"] if isinstance(launch.get("tie"), dict) else {}
+    shard["run_ports"] = [port for port in tie.get("run_ports") or [] if whole(port)] if isinstance(tie.get("run_ports"), list) else []
+    shard["tie_id"] = tie_id(os.path.join(current, "secrets", "tie_key")) if tie else None
     shard["gpus"] = [gpu["uuid"] for gpu in entries(launch.get("gpus")) if isinstance(gpu.get("uuid"), str)]
     # What a run wrote before it was killed says nothing about now.
     if state and service["active"] is False and shard["stage"] not in ("stopped", "failed"):
@@ -149,6 +153,12 @@ def file_hashes(folder: str, errors: dict[str, str]) -> dict[str, str]:
             elif len(found) < MOST_FILES:
                 found[os.path.relpath(path, folder)] = digest
     return found
+
+
+def tie_id(path: str) -> str | None:
+    """16 hex digits that are equal exactly when tie keys are. A key is 32 random bytes, so the digest helps nobody to find it. None where it cannot be read."""
+    content, _problem = small_files.read_bytes(path, 4096)
+    return hashlib.sha256(b"rankzero tie id " + content).hexdigest()[:16] if content else None
 
 
 def sha256(path: str) -> tuple[str | None, str | None]:

@@ -35,7 +35,8 @@ options:
     type: raw
   options:
     description:
-      - What else the operator decides, under the names of the role's variables - C(replica_fabric), C(replica_fabrics), C(replica_leader), C(replica_http_port), C(replica_http_host), C(replica_leader_port).
+      - What else the operator decides, under the names of the role's variables - C(replica_fabric), C(replica_fabrics), C(replica_leader), C(replica_http_port), C(replica_http_host), C(replica_leader_port), C(replica_tie_port),
+        C(replica_silent_seconds).
       - Empty strings, as surveys give them, count as unset.
     type: dict
     default: {}

@@ -10,7 +10,8 @@ import typing as t
 from ansible_collections.rankzero.inference.plugins.plugin_utils.render import Rendered, sha256
 
 UNPROVEN = "readiness of the running revision is not proven"
-RUNNING_STAGES = ("starting", "waiting", "sidecars", "running")
+RUNNING_STAGES = ("starting", "tying", "restarting", "waiting", "sidecars", "running")
+TIE_DIFFERS = "the ranks hold different tie keys, so they would refuse each other"
 
 
 def reasons(record: t.Mapping[str, t.Any] | None, shard: t.Mapping[str, t.Any], rendered: Rendered) -> list[str]:
@@ -48,6 +49,17 @@ def _changed_files(seen: t.Mapping[str, str], rendered: Rendered) -> list[str]:
     wanted = rendered.hashes()
     changed = sorted(name for name in set(seen) | set(wanted) if seen.get(name) != wanted.get(name))
     return ["files of the revision differ: %s" % ", ".join(changed)] if changed else []
+
+
+def with_tie(converge: dict[str, dict[str, t.Any]], records: t.Mapping[str, t.Any]) -> dict[str, dict[str, t.Any]]:
+    """Ranks whose tie keys differ (a deploy was interrupted) are all written anew, however converged each of them looks.
+
+    C(converge): what over_replica says.  C(records): host -> the shard as node facts saw it; C(tie_id) tells keys apart without telling them.
+    """
+    ids = {_mapping(records.get(host)).get("tie_id") for host in converge}
+    if len(converge) < 2 or (len(ids) == 1 and None not in ids):
+        return converge
+    return {host: {"reasons": one["reasons"] + ([TIE_DIFFERS] if records.get(host) else []), "restart": True} for host, one in converge.items()}
 
 
 def over_replica(own: t.Mapping[str, list[str]], ranks: t.Mapping[str, int]) -> dict[str, dict[str, t.Any]]:

@@ -224,7 +224,8 @@ _BUILD = {
     "problems": _list(_text),
 }
 _MODEL = {"exists": _flag, "readable": _flag, "bytes": _whole(), "weight_bytes": _whole(), "files": _whole(), "config": _mapping({}), "error": _text}
-_SHARD = {"rank": _whole(), "nodes": _whole(), "gpus": _list(_text), "leader_port": _whole(1, 65535), "http_port": _whole(1, 65535)}
+_SHARD = {"rank": _whole(), "nodes": _whole(), "gpus": _list(_text), "leader_port": _whole(1, 65535), "http_port": _whole(1, 65535), "tie_port": _whole(1, 65535),
+          "run_ports": _list(_whole(1, 65535)), "pids": _list(_whole())}
 _FACTS = _empty({
     "host": _empty({"service_manager": _text, "supervisord": _text, "user": _text, "python": _empty({"executable": _text})}),
     "gpus": _list(_mapping(_GPU)), "topology": _empty({"gpu_hca": _table(_table(_text))}), "hcas": _list(_mapping(_HCA)), "interfaces": _list(_mapping(_INTERFACE)),

@@ -22,6 +22,9 @@ from ansible_collections.rankzero.inference.plugins.plugin_utils.values import N
 
 SCHEMA = 1
 DEFAULT_HTTP_PORT = 8000
+DEFAULT_SILENT_SECONDS = 20
+RESTART = {"limit": 3, "window_seconds": 600, "backoff": [2, 10, 30]}       # so many failed runs in so many seconds, and the pauses after them
+TIE_KEY = "tie_key"
 _COMMENT = re.compile(r"\s[;#]")             # supervisord's parser cuts every value there, and has no quoting that prevents it
 _USER = re.compile(r"[A-Za-z_][A-Za-z0-9._-]{0,31}\Z")
 Facts = t.Mapping[str, t.Any]
@@ -65,6 +68,8 @@ class Options:
     http_port: int
     http_host: str | None
     leader_port: int | None
+    tie_port: int | None
+    silent_seconds: int
 
 
 @dataclasses.dataclass
@@ -126,7 +131,8 @@ def _read_options(data: t.Any, findings: Findings) -> Options:
     options = Options(
         fabric=tuple(part.strip() for part in wanted.split(",") if part.strip()), fabrics=named, leader=read.text("replica_leader"),
         http_port=read.integer("replica_http_port", DEFAULT_HTTP_PORT, 1, 65535) or DEFAULT_HTTP_PORT, http_host=_http_host(read),
-        leader_port=read.integer("replica_leader_port", None, 1, 65535),
+        leader_port=read.integer("replica_leader_port", None, 1, 65535), tie_port=read.integer("replica_tie_port", None, 1, 65535),
+        silent_seconds=read.integer("replica_silent_seconds", DEFAULT_SILENT_SECONDS, 2, 3600) or DEFAULT_SILENT_SECONDS,
     )
     read.refuse_unknown()
     return options
@@ -190,10 +196,13 @@ def _plan_hosts(request: Request, options: Options, replica: str, profile: Profi
     _check_service(ranks, findings)
     choice = _choose_fabric(ranks, profile, engine, options, findings)
     leader_port = ports.choose_leader_port(ranks, options.leader_port, options.http_port, replica, profile.nodes, findings, engine.leader_ports(profile))
+    run_ports = ports.run_ports(leader_port, profile.nodes, engine.leader_ports(profile))
+    tie_port = ports.choose_tie_port(ranks, options.tie_port, {options.http_port, *run_ports}, replica, findings)
     shards = _shards(ranks, options, replica, profile, engine, leader_port, request, findings)
-    ports.check(ranks, shards, engine, replica, findings)
+    ports.check(ranks, shards, engine, replica, findings, tie_port)
+    tie = None if tie_port is None else {"address": shards[0].address, "port": tie_port, "secret": TIE_KEY, "silent_seconds": options.silent_seconds, "run_ports": run_ports}
     leaving = sorted((name for name in placed.not_chosen if replica in facts[name]["shards"]), key=natural_key)
-    return {"not_chosen": dict(placed.not_chosen), "leaving": leaving, **_whole(request, options, replica, profile, engine, ranks, shards, choice, findings)}
+    return {"not_chosen": dict(placed.not_chosen), "leaving": leaving, **_whole(request, options, replica, profile, engine, ranks, shards, choice, tie, findings)}
 
 
 def _leader(options: Options, request: Request, facts: t.Mapping[str, t.Any], findings: Findings) -> str | None:
@@ -453,14 +462,14 @@ def _environment(one: Rank, shard: Shard, profile: Profile, engine: Engine, choi
     return env
 
 
-def _whole(request: Request, options: Options, replica: str, profile: Profile, engine: Engine, ranks: list[Rank], shards: list[Shard], choice: fabric.Choice,
+def _whole(request: Request, options: Options, replica: str, profile: Profile, engine: Engine, ranks: list[Rank], shards: list[Shard], choice: fabric.Choice, tie: Facts | None,
            findings: Findings) -> dict[str, t.Any]:
     """All parts together, and the fingerprint over everything that decides how a shard runs."""
     proven, domain = nvlink_problem(ranks, None) is None, _some_domain(ranks)
     planned = {}
     for one, shard in zip(ranks, shards):
         env = _environment(one, shard, profile, engine, choice, proven, domain, findings)
-        planned[one.host.name] = _planned_shard(one, shard, shards[0], profile, engine, env, request, findings)
+        planned[one.host.name] = _planned_shard(one, shard, shards[0], profile, engine, env, tie, findings)
     whole = {
         "pool": profile.gpu_class or _pool_of(ranks), "fabric": choice.name, "shards": planned,
         "leader": {"host": ranks[0].host.name, "address": shards[0].address, "port": shards[0].leader_port, "url": _url(shards[0])},
@@ -485,26 +494,34 @@ def _http(host: str, port: int) -> str:
     return "http://%s:%d" % ("[%s]" % host if ":" in host else host, port)
 
 
-def _planned_shard(one: Rank, shard: Shard, leader: Shard, profile: Profile, engine: Engine, env: Environment, request: Request, findings: Findings) -> dict[str, t.Any]:
+def _planned_shard(one: Rank, shard: Shard, leader: Shard, profile: Profile, engine: Engine, env: Environment, tie: Facts | None, findings: Findings) -> dict[str, t.Any]:
     serves = engine.serves_http(profile, one.rank)
-    launches = [_planned_launch(launch, env, profile, shard, findings) for launch in engine.launches(shard)]
+    runs = [dataclasses.replace(shard, leader_port=port) for port in tie["run_ports"]] if tie else []
+    by_run = [engine.launches(run) for run in runs]
+    launches = [_planned_launch(launch, env, profile, shard, [run[number] for run in by_run], findings) for number, launch in enumerate(engine.launches(shard))]
     manager = one.host.service_manager or one.facts["host"].get("service_manager")
     return {
         "rank": one.rank, "nodes": profile.nodes, "address": shard.address, "interface": one.endpoint.interface if one.endpoint else None, "serves_http": serves,
         "gpus": [gpu["uuid"] for gpu in one.gpus], "gpu_details": model_checks.gpu_details(one, profile, engine), "hcas": [fabric.port_name(port) for port in one.ports],
         "launches": launches, "ready": _ready(one, shard, leader, profile, engine, serves), "root": one.host.root, "python": shard.python,
         "service_manager": manager, "user": _user(one, manager), "work_dir": shard.work_dir, "stop_seconds": profile.stop_timeout,
-        "listen_ports": [{"address": address, "port": port, "what": what} for address, port, what in engine.listen_ports(shard)],
-        "leader_port": shard.leader_port, "http_port": shard.http_port, **_secrets(launches), "program_files": list(engine.program_files),
+        "listen_ports": [{"address": address, "port": port, "what": what, **_moving(port, [engine.listen_ports(run)[number][1] for run in runs])}
+                         for number, (address, port, what) in enumerate(engine.listen_ports(shard))],
+        "leader_port": shard.leader_port, "http_port": shard.http_port, "tie": tie, "restart": RESTART, **_secrets(launches, tie), "program_files": list(engine.program_files),
         "revision_files": dict(engine.revision_files(shard, {name for launch in launches for name in (*launch["env"], *launch["secret_env"])})),
         "build": {key: one.build.get(key) for key in ("name", "version", "fingerprint")} if one.build else None,
     }
 
 
-def _secrets(launches: t.Sequence[Facts]) -> dict[str, t.Any]:
+def _moving(port: int, of_runs: t.Sequence[int]) -> dict[str, t.Any]:
+    """C(ports) for each run's leader port, where a port moves with that."""
+    return {"ports": list(of_runs)} if any(other != port for other in of_runs) else {}
+
+
+def _secrets(launches: t.Sequence[Facts], tie: Facts | None) -> dict[str, t.Any]:
     """The names of the rank's secrets, and the text around those that are files of their own; never a secret itself."""
     files = {name: text for launch in launches for name, text in launch["secret_files"].items()}
-    return {"secrets": (["api_key"] if files or any(launch["secret_env"] for launch in launches) else []) + sorted(files), "secret_files": files}
+    return {"secrets": (["api_key"] if files or any(launch["secret_env"] for launch in launches) else []) + sorted(files) + ([tie["secret"]] if tie else []), "secret_files": files}
 
 
 def _user(one: Rank, manager: t.Any) -> str:
@@ -513,8 +530,11 @@ def _user(one: Rank, manager: t.Any) -> str:
     return own if manager == "supervisor" else str(one.host.user or "rankzero")
 
 
-def _planned_launch(launch: Launch, shared: Environment, profile: Profile, shard: Shard, findings: Findings) -> dict[str, t.Any]:
-    """The launch with its complete, sorted environment. The profile's overrides come last, over the adapter's values too."""
+def _planned_launch(launch: Launch, shared: Environment, profile: Profile, shard: Shard, runs: t.Sequence[Launch], findings: Findings) -> dict[str, t.Any]:
+    """The launch with its complete, sorted environment. The profile's overrides come last, over the adapter's values too.
+
+    C(runs): the same launch with the leader port of each run; what differs there moves with the run (decision 9).
+    """
     env = shared.copy()
     env.update(launch.env)
     environment.override(env, dict(profile.env), rank=shard.rank, host=shard.host, findings=findings)
@@ -525,8 +545,14 @@ def _planned_launch(launch: Launch, shared: Environment, profile: Profile, shard
         "name": launch.name, "path": launch.path, "args": list(launch.args), "env": dict(sorted(env.values.items())), "why": dict(sorted(env.why.items())),
         "secret_env": sorted(launch.secret_env), "secrets": dict(launch.secret_env), "secret_files": dict(launch.secret_files),
         "secret_args": [{"position": position, "secret": name} for position, name in sorted(launch.secret_args.items())], "wait_for_leader_port": launch.wait_for_leader_port,
-        "wait_for_leader": {"address": shard.leader_address, "port": launch.wait_for_leader_port} if launch.wait_for_leader_port else None,
-        "wait_for_ranks": [{"rank": rank, "address": address, "port": port} for rank, address, port in launch.wait_for_ranks],
+        "wait_for_leader": {"address": shard.leader_address, "port": launch.wait_for_leader_port, **_moving(launch.wait_for_leader_port, [run.wait_for_leader_port or 0 for run in runs])}
+                           if launch.wait_for_leader_port else None,
+        "wait_for_ranks": [{"rank": rank, "address": address, "port": port, **_moving(port, [run.wait_for_ranks[number][2] for run in runs])}
+                           for number, (rank, address, port) in enumerate(launch.wait_for_ranks)],
+        "run_args": [{"position": position, "values": [run.args[position] for run in runs]}
+                     for position, argument in enumerate(launch.args) if any(run.args[position] != argument for run in runs)],
+        "run_env": [{"name": name, "values": [run.env[name][0] for run in runs]}
+                    for name, (value, _why) in sorted(launch.env.items()) if env.values.get(name) == value and any(run.env[name][0] != value for run in runs)],
     }
 
 

@@ -91,7 +91,7 @@ def launch_document(shard: Plan, shared: t.Mapping[str, str]) -> dict[str, t.Any
         "paths": {"state_dir": directories["state_dir"], "work_dir": directories["work_dir"]}, "stop_seconds": shard["stop_seconds"],
         "launches": [_launch(launch, shared) for launch in shard["launches"]], "gpus": list(shard["gpu_details"]), "ready": dict(shard["ready"]),
         "listen_ports": list(shard["listen_ports"]), "addresses": [shard["address"]], "address": shard["address"], "leader_port": shard["leader_port"], "http_port": shard["http_port"],
-        "build": shard["build"], "secrets": list(shard["secrets"]),
+        "build": shard["build"], "secrets": list(shard["secrets"]), "tie": shard["tie"], "tie_port": shard["tie"]["port"] if shard["tie"] else None, "restart": shard["restart"],
     }
 
 
@@ -99,6 +99,7 @@ def _launch(launch: Plan, shared: t.Mapping[str, str]) -> dict[str, t.Any]:
     return {
         "name": launch["name"], "path": launch["path"], "args": list(launch["args"]), "env": {name: value for name, value in launch["env"].items() if name not in shared},
         "secret_env": dict(launch["secrets"]), "secret_args": list(launch["secret_args"]), "wait_for_leader_port": launch["wait_for_leader"], "wait_for_ranks": list(launch["wait_for_ranks"]),
+        "run_args": list(launch["run_args"]), "run_env": list(launch["run_env"]),
     }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import facts
 import pytest
-from ansible_collections.rankzero.inference.plugins.plugin_utils import quantization
+from ansible_collections.rankzero.inference.plugins.plugin_utils import convergence, quantization
 from ansible_collections.rankzero.inference.plugins.plugin_utils.placement import of_class
 from ansible_collections.rankzero.inference.plugins.plugin_utils.plan import build_plan
 from ansible_collections.rankzero.inference.plugins.plugin_utils.tables import plan_text, table
@@ -602,7 +602,7 @@ def test_the_leader_port_is_free_everywhere_and_stays() -> None:
         good({"n1": node(1, ports_in_use=[29500, 29501]), "n2": node(2, ports_in_use=[29502], shards={"other": shard(1, leader_port=29503, http_port=29504)})})[
             "leader"
         ]["port"]
-        == 29505
+        == 29510
     )
     pool = {
         f"n{number}": node(number, shards={"glm": shard(number - 1, leader_port=29777)}, ports_in_use=[entry(29777, shard="glm/%d" % (number - 1))])
@@ -624,7 +624,7 @@ def test_several_replicas_on_one_host_do_not_collide() -> None:
     wanted = profile(tp=4, gpus_per_node=4)
     assert faults(pool, wanted) == [("n1", "ports_in_use")]
     second = good(pool, wanted, {"replica_http_port": 8001})
-    assert second["leader"]["port"] == 29501 and second["shards"]["n1"]["gpus"] == [f"GPU-0001-{index:04d}" for index in range(4, 8)]
+    assert second["leader"]["port"] == 29510 and second["shards"]["n1"]["gpus"] == [f"GPU-0001-{index:04d}" for index in range(4, 8)]
     assert faults(pool, wanted, {"replica_http_port": 8001, "replica_leader_port": 29500}) == [("n1", "ports_in_use")]
     assert good(pool, wanted, {"replica_leader": "n2"})["leader"]["url"] == "http://10.0.0.2:8000"  # the first replica's rank 1 does not listen there
 
@@ -807,8 +807,8 @@ def test_the_leader_serves_and_only_it_has_the_key() -> None:
     leader, other = (found["shards"][host] for host in ("n1", "n2"))
     assert leader["serves_http"] and not other["serves_http"] and leader["ready"]["url"] == "http://10.0.0.1:8000" and other["ready"]["url"] is None
     assert (
-        leader["secrets"] == ["api_key"]
-        and other["secrets"] == []
+        leader["secrets"] == ["api_key", "tie_key"]
+        and other["secrets"] == ["tie_key"]
         and leader["launches"][-1]["secret_env"] == ["VLLM_API_KEY"]
         and other["launches"][-1]["secret_env"] == []
     )
@@ -847,7 +847,7 @@ def test_llamacpp_over_nodes_waits_for_its_rpc_ranks_and_only_rank_0_needs_the_m
     pool = {"n1": node(1, models={"/m.gguf": {"exists": True, "readable": True}}), "n2": node(2, models={"/m.gguf": {"exists": False}})}
     found = good(pool, profile(engine="llamacpp", model_path="/m.gguf"), key_digest="x")
     server, rpc = found["shards"]["n1"]["launches"][-1], found["shards"]["n2"]["launches"][-1]
-    assert server["wait_for_ranks"] == [{"rank": 1, "address": "10.0.0.2", "port": 29500}] and rpc["name"] == "ggml-rpc-server" and rpc["secret_env"] == []
+    assert server["wait_for_ranks"] == [{"rank": 1, "address": "10.0.0.2", "port": 29500, "ports": list(range(29500, 29510))}] and rpc["name"] == "ggml-rpc-server" and rpc["secret_env"] == []
     args = server["args"]
     assert args.index("--rpc") < args.index("--device") and args[args.index("--device") + 1].split(",") == [f"RPC{number}" for number in range(8)] + [
         f"CUDA{number}" for number in range(8)
@@ -908,3 +908,71 @@ def test_the_plan_as_text() -> None:
     assert "Refused, nothing was changed. Faults (2):" in refused and "n1 rank 0: gpus: seen 1 free of 1" in refused
     assert plan_text(plan(wanted="x")).startswith("Plan for replica glm: no usable profile")
     assert table(["a", "b"], [[1, None], ["long", [1, 2]], ["", []]]) == "  a     b\n  1     -\n  long  1, 2\n  -     -"
+
+
+# ---- the tie of the ranks
+
+
+def test_several_ranks_are_tied_and_a_single_one_is_not() -> None:
+    found = good()
+    ties = [shard_plan["tie"] for shard_plan in found["shards"].values()]
+    assert ties == [{"address": "10.0.0.1", "port": 29400, "secret": "tie_key", "silent_seconds": 20, "run_ports": list(range(29500, 29510))}] * 2
+    assert all(shard_plan["secrets"] == ["tie_key"] and shard_plan["restart"] == {"limit": 3, "window_seconds": 600, "backoff": [2, 10, 30]} for shard_plan in found["shards"].values())
+    alone = good({"n1": node(1)}, profile(nodes=1, pp=1))["shards"]["n1"]
+    assert alone["tie"] is None and alone["secrets"] == [] and not any(launch["run_args"] or launch["run_env"] for launch in alone["launches"])
+    assert "ports" not in alone["listen_ports"][0] and alone["restart"]["limit"] == 3
+
+
+def test_what_moves_with_the_run_is_what_the_adapter_gives_for_each_port() -> None:
+    """An argument of the operator's that is the very port stays."""
+    found = good(wanted=profile(args=["--max-model-len", "29500"]))
+    for shard_plan in found["shards"].values():
+        (launch,) = shard_plan["launches"]
+        (moving,) = launch["run_args"]
+        assert launch["args"][moving["position"] - 1] == "--master-port" and moving["values"] == [str(port) for port in range(29500, 29510)]
+        assert launch["args"].count("29500") == 2 and launch["run_env"] == []
+    assert found["shards"]["n2"]["launches"][0]["wait_for_leader"] == {"address": "10.0.0.1", "port": 29500, "ports": list(range(29500, 29510))}
+    http, rendezvous = found["shards"]["n1"]["listen_ports"]
+    assert "ports" not in http and rendezvous["ports"] == list(range(29500, 29510))
+
+
+def test_ports_inside_of_texts_and_variables_move_too() -> None:
+    server = good(wanted=profile(engine="llamacpp", model_path="/models/glm"))["shards"]["n1"]["launches"][-1]
+    (moving,) = server["run_args"]
+    assert server["args"][moving["position"] - 1] == "--rpc" and moving["values"][3] == "10.0.0.2:29503"
+    found = good(wanted=profile(engine="llamacpp", model_path="/models/glm"), options={"replica_leader_port": 65530})
+    assert found["shards"]["n1"]["tie"]["run_ports"] == list(range(65530, 65536))
+
+
+@pytest.mark.parametrize(("facts", "port"), [
+    ({"ports_in_use": [29400]}, 29401), ({"ports_in_use": [entry(29400, pid=4711)]}, 29401), ({"ports_in_use": [entry(29400, shard="other/0")]}, 29401),
+    ({"ports_in_use": [entry(29444, pid=4711)], "shards": {"glm": shard(0, tie_port=29444, pids=[4710, 4711])}}, 29444),      # our own run_shard.py
+    ({"ports_in_use": [entry(29444, pid=99)], "shards": {"glm": shard(0, tie_port=29444, pids=[4711])}}, 29400),
+    ({"shards": {"other": shard(0, tie_port=29400, run_ports=[29401], http_port=8001, leader_port=29600, gpus=[])}}, 29402),
+])
+def test_the_tie_port_is_free_on_the_leader_and_stays(facts: dict[str, Any], port: int) -> None:
+    found = good({"n1": node(1, **facts), "n2": node(2, ports_in_use=[29400])}, options={"replica_leader": "n1"})
+    assert found["shards"]["n1"]["tie"]["port"] == found["shards"]["n2"]["tie"]["port"] == port
+
+
+def test_a_stated_tie_port_is_taken_as_it_is_or_a_fault() -> None:
+    assert good(options={"replica_tie_port": "29777", "replica_silent_seconds": "7"})["shards"]["n2"]["tie"]["port"] == 29777
+    assert faults(options={"replica_tie_port": 8000}) == [(None, "replica_tie_port")]
+    assert faults(options={"replica_tie_port": 29505, "replica_leader_port": 29500}) == [(None, "replica_tie_port")]
+    assert faults({"n1": node(1, ports_in_use=[29777]), "n2": node(2)}, options={"replica_tie_port": 29777}) == [("n1", "ports_in_use")]
+    assert faults(options={"replica_tie_port": 0}) == [(None, "replica_tie_port")] and faults(options={"replica_silent_seconds": 1}) == [(None, "replica_silent_seconds")]
+
+
+def test_the_ports_of_every_run_must_be_free() -> None:
+    assert faults({"n1": node(1, ports_in_use=[29606]), "n2": node(2)}, options={"replica_leader_port": 29600}) == [("n1", "ports_in_use")]
+    assert good({"n1": node(1, ports_in_use=[29509]), "n2": node(2)})["leader"]["port"] == 29510
+
+
+def test_ranks_with_different_tie_keys_are_all_written_anew() -> None:
+    settled = {"n1": {"reasons": [], "restart": False}, "n2": {"reasons": [convergence.UNPROVEN], "restart": False}}
+    same = {"n1": {"tie_id": "a"}, "n2": {"tie_id": "a"}}
+    assert convergence.with_tie(settled, same) == settled
+    for other in ("b", None):
+        found = convergence.with_tie(settled, {**same, "n2": {"tie_id": other}})
+        assert all(one["restart"] and convergence.TIE_DIFFERS in one["reasons"] for one in found.values())
+    assert convergence.with_tie({"n1": settled["n1"]}, {"n1": {"tie_id": None}})["n1"] == settled["n1"]

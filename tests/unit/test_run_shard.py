@@ -1334,7 +1334,7 @@ def test_a_rank_with_another_secret_is_refused_and_logged(ranks):
     replica[1].secret("tie_key", b"f" * 64)
     replica.start()
     until(lambda: "is refused: wrong secret" in replica[0].log, "the refusal")
-    until(lambda: "refused: wrong secret" in replica[1].state["detail"], "the reason on the rank")
+    until(lambda: "refuses us: wrong secret" in replica[1].state["detail"], "the reason on the rank")
     assert replica[0].state["stage"] == replica[1].state["stage"] == "tying" and not replica[0].state["launches"]
     time.sleep(0.5)
     assert replica[0].log.count("wrong secret") == 1, "one line, however often it tries"
@@ -1349,7 +1349,7 @@ def test_a_rank_of_another_replica_or_revision_is_refused_and_logged(ranks, fiel
     replica.change(1, **{field: value})
     replica.start()
     until(lambda: says in replica[0].log, "the refusal")
-    until(lambda: f"refused: {says}" in replica[1].state["detail"], "the reason on the rank")
+    until(lambda: f"refuses us: {says}" in replica[1].state["detail"], "the reason on the rank")
     assert replica[0].state["tie"]["tied_ranks"] == [0] and not replica[1].state["launches"]
 
 

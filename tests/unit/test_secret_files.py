@@ -49,7 +49,7 @@ def test_the_key_is_in_private_files_and_nowhere_else(revision: pathlib.Path) ->
 
 def test_systemd_hands_over_both_secrets(revision: pathlib.Path) -> None:
     unit = (revision / "inference-glm.service").read_text()
-    assert [line.partition(":")[0] for line in unit.splitlines() if line.startswith("LoadCredential=")] == ["LoadCredential=api_key", "LoadCredential=sglang.yaml"]
+    assert [line.partition(":")[0] for line in unit.splitlines() if line.startswith("LoadCredential=")] == ["LoadCredential=api_key", "LoadCredential=sglang.yaml", "LoadCredential=tie_key"]
 
 
 def test_show_prints_where_the_file_is_and_not_what_is_in_it(revision: pathlib.Path) -> None:

@@ -107,7 +107,7 @@ def test_attention_data_parallel_needs_no_gpus_of_its_own_but_ports() -> None:
     assert made.value(made.engine(leader), "--attn-dp-size") == made.value(made.engine(follower), "--attn-dp-size") == "4"
     assert {port["port"] for port in leader["listen_ports"]} == {8000, 29500, 29501, 29502, 29503, 29504, 29505, 29506, 29513}
     busy = made.hosts(2, ports_in_use=[{"port": 29506, "address": "0.0.0.0", "pid": 7, "process": "x", "shard": None, "listening": True}])
-    assert made.good(profile(2, tp=16, pp=1, attention_dp=4), found=busy)[0]["leader_port"] == 29507 and made.good(profile(2), found=busy)[0]["leader_port"] == 29500
+    assert made.good(profile(2, tp=16, pp=1, attention_dp=4), found=busy)[0]["leader_port"] == 29640 and made.good(profile(2), found=busy)[0]["leader_port"] == 29510
     assert {port["port"] for port in made.good(profile(attention_dp=2))[0]["listen_ports"]} == {8000, *range(8233, 8240), 8246}
 
 
@@ -150,9 +150,9 @@ def test_cpu_ranks() -> None:
 def test_the_key_is_in_a_secret_file_on_the_serving_rank_only() -> None:
     leader, follower = made.good(profile(2))
     launch = made.engine(leader)
-    assert leader["secrets"] == ["api_key", "sglang.yaml"] and leader["secret_files"] == {"sglang.yaml": "api-key: {api_key}\n"}
+    assert leader["secrets"] == ["api_key", "sglang.yaml", "tie_key"] and leader["secret_files"] == {"sglang.yaml": "api-key: {api_key}\n"}
     assert launch["args"][-2:] == ["--config", "secrets/sglang.yaml"] and launch["secret_args"] == [{"position": len(launch["args"]) - 1, "secret": "sglang.yaml"}]
-    assert follower["secrets"] == [] and made.engine(follower)["secret_args"] == [] and "--config" not in made.engine(follower)["args"]
+    assert follower["secrets"] == ["tie_key"] and made.engine(follower)["secret_args"] == [] and "--config" not in made.engine(follower)["args"]
     assert made.good(profile(), key=False)[0]["secrets"] == [] and "--api-key" not in launch["args"] and not launch["secret_env"]
 
 

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -93,7 +94,7 @@ def test_running_and_ready(tmp_path, service):
     assert shard == {
         "rank": 1, "nodes": 2, "revision": "f2", "previous": "f1", "run_id": RUN, "stage": "running", "detail": "", "ready": True, "evidence": {"gpus": []},
         "restarts": 3, "pids": sorted([pid, *children]), "profile": "glm-h100", "pool": "H100", "fabric": "compute", "engine": "vllm", "errors": {},
-        "gpus": ["GPU-1", "GPU-2"], "leader_port": 29500, "http_port": 8000,
+        "gpus": ["GPU-1", "GPU-2"], "leader_port": 29500, "http_port": 8000, "tie_port": None, "run_ports": [], "tie_id": None,
         "files_sha256": {"launch.json": hashlib.sha256(launch).hexdigest(), "shard.env": hashlib.sha256(b"A='1'\n").hexdigest()},
         "unit": {"name": "supervisord.conf", "manager": "supervisor", "active": True, "state": "running", "enabled": None,
                  "sha256": hashlib.sha256(b"[supervisord]\n").hexdigest()}}
@@ -247,3 +248,21 @@ def test_damaged_files_are_named(tmp_path, name, content):
     shard = read(tmp_path)["glm"]
     assert str(path) in shard["errors"][name]
     assert shard["revision"] == "f2" and not shard["ready"]
+
+
+def test_keys_of_the_tie_can_be_told_apart_and_are_not_told(tmp_path):
+    base = deploy(tmp_path)
+    path = base / "current" / "launch.json"
+    launch = json.loads(path.read_text())
+    path.write_text(json.dumps({**launch, "tie_port": 29400, "tie": {"port": 29400, "secret": "tie_key", "run_ports": [29500, 29501]}}))
+    found = []
+    (base / "current" / "secrets").mkdir(exist_ok=True)
+    for key in ("a" * 64, "a" * 64, "b" * 64):
+        (base / "current" / "secrets" / "tie_key").write_text(key)
+        (shard,) = read(tmp_path).values()
+        assert (shard["tie_port"], shard["run_ports"]) == (29400, [29500, 29501])
+        assert key not in json.dumps(shard) and re.fullmatch("[0-9a-f]{16}", shard["tie_id"]) and shard["tie_id"] not in hashlib.sha256(key.encode()).hexdigest()
+        found.append(shard["tie_id"])
+    assert found[0] == found[1] != found[2]
+    (base / "current" / "secrets" / "tie_key").unlink()
+    assert next(iter(read(tmp_path).values()))["tie_id"] is None

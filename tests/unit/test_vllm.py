@@ -63,9 +63,9 @@ def test_every_rank_has_its_own_address() -> None:
 
 def test_only_ranks_that_serve_have_the_key_and_never_in_an_argument() -> None:
     shards = made.good(profile(2))
-    assert [(made.engine(shard)["secret_env"], shard["secrets"]) for shard in shards] == [(["VLLM_API_KEY"], ["api_key"]), ([], [])]
+    assert [(made.engine(shard)["secret_env"], shard["secrets"]) for shard in shards] == [(["VLLM_API_KEY"], ["api_key", "tie_key"]), ([], ["tie_key"])]
     assert all("VLLM_API_KEY" not in launch["env"] and "--api-key" not in launch["args"] for shard in shards for launch in shard["launches"])
-    assert made.good(profile(2), key=False)[0]["secrets"] == []
+    assert made.good(profile(2), key=False)[0]["secrets"] == ["tie_key"]
 
 
 def test_the_rendezvous_port_is_expected_to_be_free_on_all_addresses() -> None:

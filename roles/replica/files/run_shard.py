@@ -962,7 +962,10 @@ class Nvml:
     def __init__(self) -> None:
         import ctypes  # pylint: disable=import-outside-toplevel
         self._ctypes = ctypes
-        self._library = ctypes.CDLL("libnvidia-ml.so.1")
+        try:
+            self._library = ctypes.CDLL("libnvidia-ml.so.1")
+        except OSError:     # the loader's own words would read like an engine's failure
+            raise OSError(errno.ENOENT, "this host has no libnvidia-ml.so.1") from None
         self._call("nvmlInit_v2")
 
     def _call(self, name: str, *arguments: Any) -> None:
@@ -1006,14 +1009,14 @@ def check_gpu_memory(gpus: Sequence[Gpu]) -> list[str]:
     try:
         nvml = Nvml()
     except (ImportError, OSError) as error:
-        log(f"who holds memory on the GPUs cannot be asked: {error}")
+        log(f"who holds memory on the GPUs cannot be asked: {reason_of(error) if isinstance(error, OSError) else error}")
         return []
     found: list[str] = []
     for gpu in gpus:
         try:
             found += gpu_holders(nvml, gpu)
         except OSError as error:
-            log(f"who holds memory on GPU {gpu.uuid} cannot be asked: {error}")
+            log(f"who holds memory on GPU {gpu.uuid} cannot be asked: {reason_of(error)}")
     return found
 
 
@@ -2224,7 +2227,8 @@ class FollowerTie(Alone):
             return
         self._attempt = None
         if why != self._said:
-            log(f"tie: {host_port(self._terms.address, self._terms.port)}: {why}")
+            # The kernel's words for a rank that has not come yet would read like an engine's failure to those who look for one in this log.
+            log(f"tie: rank 0 at {host_port(self._terms.address, self._terms.port)} {why if attempt.is_connected else 'is not there yet'}")
             self._said = why
         if refused and self.phase == RUNNING:
             self.follower.lost(why, time.monotonic())
@@ -2301,6 +2305,10 @@ class Attempt:
             self.until = now        # no route, for example
         events.register(self._connecting, selectors.EVENT_WRITE, lambda mask: self._connected())
 
+    @property
+    def is_connected(self) -> bool:
+        return self._channel is not None
+
     def _connected(self) -> None:
         code = self._connecting.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code != 0 or self._code not in (0, errno.EINPROGRESS):
@@ -2326,7 +2334,7 @@ class Attempt:
         channel, session = self._channel, self._session
         assert channel is not None and session is not None
         if line.startswith(b"refused "):        # by somebody who has another secret: not to be believed, but to be told
-            self.end(f"refused: {line[8:200].decode('ascii', 'replace')}")
+            self.end(f"refuses us: {line[8:200].decode('ascii', 'replace')}")
             return
         try:
             answer = session.open(line)
@@ -2336,7 +2344,7 @@ class Attempt:
         if answer.get("type") == "welcome":
             self._tie.tied(self, channel, session)
         else:
-            self.end(f"refused: {str(answer.get('why'))[:200]}", refused=True)
+            self.end(f"refuses us: {str(answer.get('why'))[:200]}", refused=True)
 
     def end(self, why: str, refused: bool = False) -> None:
         if self._channel is not None:
