@@ -148,7 +148,7 @@ def test_a_broken_way_between_the_ranks_ends_with_its_cause(simulated: Lab) -> N
         output = refused(play(simulated, "deploy_replica", "n1:n2", replica_profile={**SIMULATED, "ready_timeout": 8}))
     finally:
         simulated.join("n1", "n2")
-    assert re.search(r"rank 1 .*n2", output) and re.search(r"waits for the leader at 10\.77\.0\.\d+:\d+", output), output
+    assert re.search(r"rank 1 .*n2", output) and re.search(r"waits for rank 0 at 10\.77\.0\.\d+:\d+", output), output
     assert "Nothing of it was left behind" in output
     assert ours(simulated, "n1") == ours(simulated, "n2") == []
 

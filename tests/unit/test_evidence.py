@@ -606,3 +606,60 @@ def test_an_ended_engine_is_never_ready(code: int, leader: bool, patience: bool,
     observation = ended(code, leader=leader, patience=patience)
     observation["service"]["active"] = active
     assert judge(observation)["failed"]
+
+
+# ------------------------------------------------------------------------------------------------- one replica, one fate
+
+
+def after_an_end(stage: str, rank: int = 1, kind: str = "launch", *, own: bool = False, **more: Any) -> dict[str, Any]:
+    """Rank 0's observation after the run ended for the sake of `rank`; its own engine was ended by run_shard.py then."""
+    observation = refused()
+    reason = "engine engine ended with exit code 1" if own else f"rank {rank}: engine engine ended with exit code 1"
+    observation["state"].update(stage=stage, detail=reason, failures=1, last_end={"launch": "engine", "code": 1, "signal": None, "at": 990.0, "reason": reason,
+                                                                                  "rank": rank, "kind": kind})
+    observation["state"]["launches"][-1]["exit"] = {"code": None, "signal": "SIGTERM", "at": 990.0} if not own else {"code": 1, "signal": None, "at": 990.0}
+    observation["state"].update(more)
+    return observation
+
+
+@pytest.mark.parametrize(("stage", "shown", "text"), [
+    ("tying", "joining", "waiting for the other ranks: waits for rank 1 since"), ("restarting", "starting", "starting again: waits for rank 1 since"),
+])
+def test_stages_of_the_tie(stage: str, shown: str, text: str) -> None:
+    observation = observed(http=None)
+    observation["state"].update(stage=stage, detail="waits for rank 1 since 2026-01-31T12:00:00Z (it has not come yet)", launches=[])
+    verdict = judge(observation)
+    assert verdict["stage"] == shown and verdict["reason"].startswith(text) and not verdict["failed"]
+
+
+@pytest.mark.parametrize(("stage", "shown"), [("stopping", "starting"), ("restarting", "starting"), ("tying", "joining")])
+def test_another_ranks_end_is_left_to_that_rank_to_tell(stage: str, shown: str) -> None:
+    verdict = judge(after_an_end(stage))
+    assert (verdict["stage"], verdict["failed"]) == (shown, False)
+    again = after_an_end("running", run_id="r2")
+    again["state"]["launches"][-1]["exit"] = None
+    assert not judge(again)["failed"], "the next run may do better"
+
+
+def test_another_ranks_end_is_told_when_the_shard_is_given_up() -> None:
+    verdict = judge(after_an_end("failed", detail="rank 1: engine engine ended with exit code 1; given up after 3 failed runs"))
+    assert verdict["failed"] and "rank 1: engine engine ended with exit code 1; given up" in verdict["reason"]
+
+
+@pytest.mark.parametrize("stage", ["stopping", "restarting", "tying", "failed"])
+def test_the_rank_with_which_it_began_has_failed_at_once(stage: str) -> None:
+    verdict = judge(after_an_end(stage, rank=0, own=True))
+    assert verdict["failed"] and verdict["reason"] == "the engine ended with exit code 1"
+    again = after_an_end("running", rank=0, own=True, run_id="r2")
+    again["state"]["launches"][-1]["exit"] = None
+    again["wanted"]["run_id"] = None
+    verdict = judge(again)
+    assert verdict["failed"] and "does not stay up" in verdict["reason"]
+
+
+@pytest.mark.parametrize("kind", ["tie", "stop"])
+def test_lost_and_stopped_ranks_are_no_failure_of_anybody(kind: str) -> None:
+    assert not judge(after_an_end("tying", rank=0, kind=kind, failures=0))["failed"]
+    again = after_an_end("running", kind=kind, failures=0, run_id="r2")
+    again["state"]["launches"][-1]["exit"] = None
+    assert not judge(again)["failed"]
