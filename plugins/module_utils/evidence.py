@@ -375,6 +375,8 @@ def _end(observation: Map) -> Finding | None:
 def _began_elsewhere(state: Map) -> bool:
     """Whether the last run ended for another rank's sake, or heals: then our launches were ended by us, and the rank it began with tells why."""
     last = state.get("last_end") or {}
+    if state.get("own_end"):
+        return False        # an engine here ended by itself, too
     return last.get("rank") not in (None, state.get("rank")) or last.get("kind") in _HEALS
 
 

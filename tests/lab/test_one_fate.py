@@ -73,7 +73,7 @@ def answers(lab: Lab) -> bool:
 
 
 def engines(lab: Lab) -> list[str]:
-    return [lab.console(host, "pgrep -f sim_engine.py", check=False).stdout.split()[0] for host in HOSTS]
+    return [lab.console(host, "pgrep -f [s]im_engine.py", check=False).stdout.split()[0] for host in HOSTS]
 
 
 def test_a_follower_that_reboots_rejoins_and_the_whole_replica_serves_again_by_itself(replica: Lab) -> None:
@@ -106,7 +106,7 @@ def test_a_cut_longer_than_the_limit_ends_the_run_everywhere_and_heals(replica: 
     until(lambda: all(one["stage"] in ("tying", "restarting") for one in states(replica)), SILENT + 15, lambda: states(replica))
     assert time.monotonic() - began >= SILENT - 2
     assert f"silent for more than {SILENT} seconds" in state(replica, "f3")["last_end"]["reason"]
-    assert [replica.console(host, "pgrep -f sim_engine.py", check=False).stdout for host in HOSTS] == ["", "", ""]
+    assert [replica.console(host, "pgrep -f [s]im_engine.py", check=False).stdout for host in HOSTS] == ["", "", ""]
     assert "waits for rank 2 since 20" in state(replica, "f1")["detail"]
     replica.heal("f3")
     serving(replica, other_than=before)
@@ -168,7 +168,7 @@ def test_after_too_many_failed_runs_all_ranks_are_failed_and_systemd_leaves_them
     """The last test: it leaves the replica failed."""
     for _ in range(3):
         before = serving(replica)
-        replica.console("f3", "pkill -9 -f sim_engine.py")
+        replica.console("f3", "pkill -9 -f [s]im_engine.py")
         until(lambda before=before: any(one.get("run_id") != before or one.get("stage") != "running" for one in states(replica)), 10, lambda: states(replica))
         if all(one.get("stage") == "failed" for one in states(replica)):
             break

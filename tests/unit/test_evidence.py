@@ -641,6 +641,14 @@ def test_another_ranks_end_is_left_to_that_rank_to_tell(stage: str, shown: str) 
     assert not judge(again)["failed"], "the next run may do better"
 
 
+def test_a_rank_whose_engine_ended_too_tells_its_own_end() -> None:
+    """Engines of several ranks may end within milliseconds; the log of any of them may hold the cause."""
+    observation = after_an_end("tying", own_end={"launch": "engine", "code": 1, "signal": None, "at": 990.0, "reason": "engine engine ended with exit code 1", "rank": 0,
+                                                 "kind": "launch"})
+    observation["state"]["launches"][-1]["exit"] = {"code": 1, "signal": None, "at": 990.0}
+    assert judge(observation)["failed"] and judge(observation)["reason"] == "the engine ended with exit code 1"
+
+
 def test_another_ranks_end_is_told_when_the_shard_is_given_up() -> None:
     verdict = judge(after_an_end("failed", detail="rank 1: engine engine ended with exit code 1; given up after 3 failed runs"))
     assert verdict["failed"] and "rank 1: engine engine ended with exit code 1; given up" in verdict["reason"]

@@ -822,7 +822,7 @@ def test_state_is_complete_readable_and_counts_restarts(revision):
     assert process.wait(PATIENCE) == 3
     first = revision.state
     assert set(first) == {"schema", "replica", "rank", "fingerprint", "run_id", "boot_id", "stage", "detail", "stage_since", "started_at", "supervisor_pid",
-                          "launches", "restarts", "last_end", "run_number", "run_port", "failures", "tie"}
+                          "launches", "restarts", "last_end", "run_number", "run_port", "failures", "tie", "own_end"}
     assert re.fullmatch("[0-9a-f]{12}", first["run_id"])
     assert first["restarts"] == 0 and first["started_at"] <= first["stage_since"] <= time.time()
     assert stat.S_IMODE((revision.state_dir / "state.json").stat().st_mode) == 0o644
@@ -1148,7 +1148,20 @@ def test_an_engine_that_ends_on_any_rank_restarts_all(ranks, culprit, number):
         end = state["last_end"]
         assert (end["rank"], end["kind"], end["launch"], end["signal"]) == (culprit, "launch", "engine", number.name)
         assert end["reason"].startswith("engine engine was ended by" if rank == culprit else f"rank {culprit}: engine engine was ended by"), end
-        assert state["run_number"] == 2 and state["restarts"] == 1 and state["failures"] == 1
+        assert state["run_number"] == 2 and state["restarts"] == 1 and state["failures"] == 1 and state["own_end"] is None
+
+
+def test_ends_on_several_ranks_at_once_are_each_known_where_they_happened(ranks):
+    replica = ranks(2, restart={"limit": 1, "window_seconds": 60, "backoff": []}).start()
+    replica.running()
+    for pid in replica.pids():
+        os.kill(pid, signal.SIGKILL)
+    assert replica.failed() == [79, 79]
+    first, second = replica.states()
+    assert first["last_end"]["rank"] == second["last_end"]["rank"], "all ranks name the same one"
+    named = first["last_end"]["rank"]
+    assert replica[named].state["own_end"]["signal"] == "SIGKILL"
+    assert all(state["own_end"] is None or state["own_end"]["rank"] == rank for rank, state in enumerate((first, second)))
 
 
 def test_an_engine_that_leaves_with_0_while_serving_restarts_all(ranks):

@@ -84,6 +84,7 @@ MOST_OUTGOING_BYTES = 65536
 
 PROC = "/proc"
 NVIDIA_GPUS = "/proc/driver/nvidia/gpus"
+HCA_PATIENCE_SECONDS = 30.0     # below the unit's TimeoutStartSec
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36       # linux/prctl.h
 TCP_LISTEN = "0A"                                      # net/tcp_states.h
 
@@ -174,6 +175,18 @@ class Gpu(NamedTuple):
     pci_bdf: str | None
 
 
+class Hca(NamedTuple):
+    """A port of an HCA that the launches were told to use, and the GID entry that was the right one when they were planned."""
+
+    name: str
+    port: int
+    gid_index: int | None
+    gid_address: str | None
+
+    def __str__(self) -> str:
+        return f"HCA port {self.name}:{self.port}"
+
+
 @dataclass(frozen=True)
 class Launch:
     """One process to start. `secret_env` maps a variable to the name of the file that holds its value; `secret_args` maps the position of an
@@ -238,6 +251,8 @@ class Shard:
     listen_ports: tuple[Port, ...]
     addresses: tuple[str, ...]
     environment: Mapping[str, str]
+    hcas: tuple[Hca, ...] = ()
+    sysfs_root: str = "/sys"
     tie: TieTerms | None = None
     restart: Restart | None = None
 
@@ -499,8 +514,15 @@ def parse_shard(text: str, directory: str, environment: Mapping[str, str]) -> Sh
         listen_ports=tuple(Port(port.address("address"), port.integer("port", 1, 65535), port.text("what"), parse_ports(port, runs)) for port in top.objects("listen_ports")),
         addresses=tuple(ip_address(address, where) if isinstance(address, str) else damaged(f"{where} must be an IP address")
                         for where, address in top.items("addresses")),
+        hcas=tuple(parse_hca(entry) for entry in top.objects("hcas")), sysfs_root=top.absolute_path("sysfs_root") if top.has("sysfs_root") else "/sys",
         tie=tie if nodes > 1 else None, restart=parse_restart(top),
     )
+
+
+def parse_hca(entry: Fields) -> Hca:
+    indexed = entry.has("gid_index")
+    return Hca(entry.matching("name", PLAIN_NAME, "a name of letters, digits, '_', '.' and '-'"), entry.integer("port", 1, 255),
+               entry.integer("gid_index", 0) if indexed else None, entry.address("gid_address") if indexed else None)
 
 
 def read_shard(directory: str) -> Shard:
@@ -945,6 +967,56 @@ def check_gpus(gpus: Sequence[Gpu], root: str) -> list[str]:
             for gpu in missing]
 
 
+def check_hcas(hcas: Iterable[Hca], sysfs_root: str) -> list[str]:
+    """Ports that are not active, and GID entries that moved: an index is not an address, and a link that flaps renumbers them (nccl#1333)."""
+    found = []
+    for hca in hcas:
+        directory = os.path.join(sysfs_root, "class/infiniband", hca.name, "ports", str(hca.port))
+        state = first_line(os.path.join(directory, "state"))
+        if state is None:
+            found.append(f"{hca} is not in this host: {directory} cannot be read")
+        elif not state.startswith("4:"):
+            found.append(f"{hca} is {state.partition(':')[2].strip() or state}, not ACTIVE")
+        elif hca.gid_index is not None:
+            found += check_gid(hca, directory)
+    return found
+
+
+def check_gid(hca: Hca, directory: str) -> list[str]:
+    """Whether the planned index still is the RoCE v2 entry of the planned address."""
+    entries = {index: read_gid(directory, index) for index in gid_indexes(directory)}
+    if entries.get(hca.gid_index or 0) == (hca.gid_address, True):
+        return []
+    now = [str(index) for index, entry in sorted(entries.items()) if entry == (hca.gid_address, True)]
+    where = f"it is at index {', '.join(now)} now" if now else "the port has no such entry any more"
+    return [f"{hca}: GID index {hca.gid_index} is no longer RoCE v2 {hca.gid_address}; {where}. Deploy the replica again to plan it anew"]
+
+
+def gid_indexes(directory: str) -> list[int]:
+    try:
+        return sorted(int(name) for name in os.listdir(os.path.join(directory, "gids")) if name.isdigit())
+    except OSError:
+        return []
+
+
+def read_gid(directory: str, index: int) -> tuple[str, bool] | None:
+    """(address, is RoCE v2) of an entry; None for an empty one, whose files hold zeros or cannot be read (EINVAL)."""
+    try:
+        address = ipaddress.IPv6Address(first_line(os.path.join(directory, "gids", str(index))) or "::")
+    except ValueError:
+        return None
+    kind = first_line(os.path.join(directory, "gid_attrs", "types", str(index)))
+    return (str(address.ipv4_mapped or address), "v2" in kind) if kind and int(address) else None
+
+
+def first_line(path: str) -> str | None:
+    try:
+        with open(path, encoding="ascii", errors="replace") as stream:
+            return stream.readline().strip()
+    except OSError:
+        return None
+
+
 def could_be(gpu: Gpu, unknown: Iterable[str]) -> bool:
     return gpu.pci_bdf.lower() in unknown if gpu.pci_bdf is not None else bool(list(unknown))
 
@@ -1113,7 +1185,7 @@ def ask_in_child(ask: Callable[[], list[str]], pause: Callable[[float], None], l
 def findings(shard: Shard, credentials: str | None, ports: bool = True) -> list[str]:
     """What would stop a start now, one line each. It changes nothing."""
     return [*check_executables(shard), *check_secrets(shard, credentials), *check_work_dir(shard.work_dir), *check_addresses(shard),
-            *(check_ports(shard) if ports else []), *check_gpus(shard.gpus, NVIDIA_GPUS)]
+            *(check_ports(shard) if ports else []), *check_gpus(shard.gpus, NVIDIA_GPUS), *check_hcas(shard.hcas, shard.sysfs_root)]
 
 
 def running_supervisor(state_dir: str) -> int | None:
@@ -1225,7 +1297,7 @@ class State:
             "schema": SCHEMA, "replica": shard.replica, "rank": shard.rank, "fingerprint": shard.fingerprint, "run_id": None, "run_number": self.number,
             "run_port": None, "boot_id": boot, "stage": "starting", "detail": "", "stage_since": now, "started_at": now, "supervisor_pid": os.getpid(),
             "launches": [], "restarts": restarts + 1 if same and isinstance(restarts, int) else 0, "failures": 0, "tie": None,
-            "last_end": earlier_end(previous, boot),
+            "last_end": earlier_end(previous, boot), "own_end": None,
         }
         self.forget_readiness()
         self._publish()
@@ -1235,7 +1307,7 @@ class State:
         now = round(time.time(), 3)
         restarts = self._content["restarts"] + (1 if self._begun else 0)
         self._begun = True
-        self._content.update(run_id=run.id, run_number=run.number, started_at=now, stage="starting", stage_since=now, detail="", launches=[], restarts=restarts,
+        self._content.update(run_id=run.id, run_number=run.number, started_at=now, stage="starting", stage_since=now, detail="", launches=[], restarts=restarts, own_end=None,
                              run_port=self._shard.tie.port_of_run(run.number) if self._shard.tie is not None else None)
         self.forget_readiness()
         self._publish()
@@ -1281,8 +1353,12 @@ class State:
 
     def ended(self, end: End) -> None:
         """Why this run is over, from the moment that it is known."""
-        self._content["last_end"] = {"launch": end.launch, "code": end.code, "signal": end.signal, "at": round(time.time(), 3), "reason": end.reason,
-                                     "rank": end.rank if end.rank is not None else self._shard.rank, "kind": end.kind}
+        told = {"launch": end.launch, "code": end.code, "signal": end.signal, "at": round(time.time(), 3), "reason": end.reason,
+                "rank": end.rank if end.rank is not None else self._shard.rank, "kind": end.kind}
+        self._content["last_end"] = told
+        if end.rank is None and end.kind in (LAUNCH, CHECK):
+            # Engines on several ranks may end within milliseconds, one for the other's sake. Rank 0 names one; this rank still knows of its own.
+            self._content["own_end"] = told
         self._write()
 
     def _publish(self) -> None:
@@ -2450,6 +2526,7 @@ class Run:
             os.makedirs(shard.work_dir, mode=0o755, exist_ok=True)
         except OSError:
             pass        # the checks say what is wrong with it
+        self._wait_for_hcas()
         found = [f"process {process} of an earlier run of this shard cannot be ended" for process in left]
         found += findings(shard, self._credentials)
         if shard.gpus and not found:
@@ -2460,6 +2537,16 @@ class Run:
             raise RunOver(End("; ".join(found), EX_UNAVAILABLE, kind=CHECK))
         self._look()
         self._notify.ready()
+
+    def _wait_for_hcas(self) -> None:
+        """After a boot links come up, and subnet managers answer, some time after services start."""
+        deadline = time.monotonic() + HCA_PATIENCE_SECONDS
+        while time.monotonic() < deadline:
+            found = check_hcas(self._shard.hcas, self._shard.sysfs_root)
+            if not found:
+                return
+            self._state.stage("waiting", found[0])
+            self._sleep(PROBE_PERIOD_SECONDS)
 
     def _start_all(self) -> None:
         for launch in self._shard.launches:
