@@ -178,4 +178,4 @@ def test_after_too_many_failed_runs_all_ranks_are_failed_and_systemd_leaves_them
     for rank, host in enumerate(HOSTS):
         told = state(replica, host)
         assert "given up" in told["detail"] and told["last_end"]["rank"] == 2 and told["detail"].startswith("rank 2: ") is (rank != 2)
-        assert replica.console(host, "systemctl show -P ActiveState -P ExecMainStatus inference-lab").stdout.split() == ["failed", "79"]
+        assert set(replica.console(host, "systemctl show -P ActiveState -P ExecMainStatus inference-lab").stdout.split()) == {"failed", "79"}
