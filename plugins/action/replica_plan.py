@@ -99,6 +99,7 @@ class ActionModule(ActionBase):
             name=host, facts=hostvars.plain(facts) if isinstance(facts, t.Mapping) else facts, root=hostvars.text(variables.get("replica_root")) or "/", user=hostvars.text(variables.get("replica_user")),
             service_manager=hostvars.text(variables.get("replica_service_manager")), address=hostvars.text(variables.get("replica_address")),
             management=hostvars.text(variables.get("replica_management")), rank=hostvars.plain(variables.get("replica_rank")),
+            sysfs_root=hostvars.text(variables.get("replica_sysfs_root")) or "/sys",
         )
 
     @staticmethod

@@ -11,7 +11,7 @@ import json
 import re
 import typing as t
 
-from ansible_collections.rankzero.inference.plugins.plugin_utils import addressing, engines, environment, fabric, host_facts, model_checks, placement, ports
+from ansible_collections.rankzero.inference.plugins.plugin_utils import addressing, engines, environment, fabric, gids, host_facts, model_checks, placement, ports
 from ansible_collections.rankzero.inference.plugins.plugin_utils import profile as profiles
 from ansible_collections.rankzero.inference.plugins.plugin_utils.addressing import Endpoint
 from ansible_collections.rankzero.inference.plugins.plugin_utils.engines.base import Engine, Launch, Peer, Shard
@@ -42,6 +42,7 @@ class HostInput:
     address: str | None = None
     management: str | None = None
     rank: t.Any = None
+    sysfs_root: str = "/sys"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -503,6 +504,7 @@ def _planned_shard(one: Rank, shard: Shard, leader: Shard, profile: Profile, eng
     return {
         "rank": one.rank, "nodes": profile.nodes, "address": shard.address, "interface": one.endpoint.interface if one.endpoint else None, "serves_http": serves,
         "gpus": [gpu["uuid"] for gpu in one.gpus], "gpu_details": model_checks.gpu_details(one, profile, engine), "hcas": [fabric.port_name(port) for port in one.ports],
+        "hca_details": _hca_details(one, launches[-1]["env"]), "sysfs_root": one.host.sysfs_root,
         "launches": launches, "ready": _ready(one, shard, leader, profile, engine, serves), "root": one.host.root, "python": shard.python,
         "service_manager": manager, "user": _user(one, manager), "work_dir": shard.work_dir, "stop_seconds": profile.stop_timeout,
         "listen_ports": [{"address": address, "port": port, "what": what, **_moving(port, [engine.listen_ports(run)[number][1] for run in runs])}
@@ -511,6 +513,17 @@ def _planned_shard(one: Rank, shard: Shard, leader: Shard, profile: Profile, eng
         "revision_files": dict(engine.revision_files(shard, {name for launch in launches for name in (*launch["env"], *launch["secret_env"])})),
         "build": {key: one.build.get(key) for key in ("name", "version", "fingerprint")} if one.build else None,
     }
+
+
+def _hca_details(one: Rank, env: t.Mapping[str, str]) -> list[dict[str, t.Any]]:
+    """The chosen ports, with the GID entry that the launch's index means now: run_shard.py compares it at every start."""
+    index = env.get("NCCL_IB_GID_INDEX", "")
+    details = []
+    for port in one.ports:
+        entry = next((gid for gid in port["gids"] if index.isdecimal() and gid.get("index") == int(index)), None)
+        address = gids.address_of(entry) if entry else None
+        details.append({"name": port["name"], "port": port["port"], "gid_index": int(index) if address else None, "gid_address": str(address) if address else None})
+    return details
 
 
 def _moving(port: int, of_runs: t.Sequence[int]) -> dict[str, t.Any]:

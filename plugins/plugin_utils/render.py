@@ -89,7 +89,7 @@ def launch_document(shard: Plan, shared: t.Mapping[str, str]) -> dict[str, t.Any
     return {
         "schema": 1, "replica": shard["labels"]["replica"], "rank": shard["rank"], "nodes": shard["nodes"], "fingerprint": shard["fingerprint"], "labels": dict(shard["labels"]),
         "paths": {"state_dir": directories["state_dir"], "work_dir": directories["work_dir"]}, "stop_seconds": shard["stop_seconds"],
-        "launches": [_launch(launch, shared) for launch in shard["launches"]], "gpus": list(shard["gpu_details"]), "ready": dict(shard["ready"]),
+        "launches": [_launch(launch, shared) for launch in shard["launches"]], "gpus": list(shard["gpu_details"]), "hcas": list(shard["hca_details"]), "sysfs_root": shard["sysfs_root"], "ready": dict(shard["ready"]),
         "listen_ports": list(shard["listen_ports"]), "addresses": [shard["address"]], "address": shard["address"], "leader_port": shard["leader_port"], "http_port": shard["http_port"],
         "build": shard["build"], "secrets": list(shard["secrets"]), "tie": shard["tie"], "tie_port": shard["tie"]["port"] if shard["tie"] else None, "restart": shard["restart"],
     }
