@@ -5,11 +5,14 @@
 
 PYTHON ?= python3
 ENGINE ?= llamacpp
+SCENARIO ?= default power_cut secrets
+# What real engines on the lab's hosts need beyond a small Debian; one root for all of the lab's tests.
+export LAB_EXTRA_PKGS ?= libgomp1
 VENV := .venv
 BIN := $(VENV)/bin
 export PYTHONDONTWRITEBYTECODE := 1
 
-.PHONY: help demo demo-clean test slow-test lint lab-test bench build clean
+.PHONY: help demo demo-clean test slow-test lint lab-test lab-quick lab-pytest molecule bench build clean
 
 help:
 	@echo "make demo              a real two-rank llama.cpp replica on this machine's CPU (ENGINE=sim: four simulated GPU ranks)"
@@ -17,7 +20,8 @@ help:
 	@echo "make test              unit, module, contract and end-to-end tests on this machine (no root, under 2 minutes)"
 	@echo "make slow-test         the rest of them: every case of the gate, the simulator and the engines' behaviour"
 	@echo "make lint              ruff and mypy"
-	@echo "make lab-test          tests on several real hosts (root, Debian packages)"
+	@echo "make lab-test          tests on several real hosts, all molecule scenarios among them (root, Debian packages)"
+	@echo "make lab-quick         the same with three scenarios; SCENARIO=\"upgrade removal\" for others, make molecule for those alone"
 	@echo "make build             the collection as a tarball"
 
 $(VENV)/.demo: requirements/demo.txt
@@ -48,8 +52,22 @@ lint: $(VENV)/.test
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 
-lab-test: $(VENV)/.test
+$(VENV)/.lab: requirements/lab.txt $(VENV)/.test
+	@echo "Installing molecule into $(VENV) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/lab.txt
+	@touch $@
+
+lab-test: lab-pytest
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/molecule test --all --no-command-borders --report
+
+lab-quick: lab-pytest molecule
+
+lab-pytest: $(VENV)/.lab
 	@$(BIN)/python -m pytest -q tests/lab -m lab
+	@$(BIN)/python -m pytest -q -rs tests/gpu
+
+molecule: $(VENV)/.lab
+	@for scenario in $(SCENARIO); do PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/molecule test --scenario-name $$scenario --no-command-borders || exit 1; done
 
 build: $(VENV)/.demo
 	@$(BIN)/ansible-galaxy collection build --force
