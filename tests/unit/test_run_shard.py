@@ -1622,3 +1622,30 @@ def test_a_damaged_tie_is_one_clear_line(ranks, capfd, change, says):
     assert run_shard.main([str(replica[0].directory)]) == 78
     error = capfd.readouterr().err
     assert error.startswith("run_shard: launch.json") and says in error and error.count("\n") == 1, error
+
+
+def test_rank_0_waits_for_its_own_address_after_a_boot(ranks):
+    """In a new network namespace ::1 comes with the loopback interface."""
+    if subprocess.run(["unshare", "-rn", "true"], capture_output=True, check=False).returncode != 0:
+        pytest.skip("no private network namespace here")
+    replica = ranks(2)
+    replica.change(0, tie={**replica[0].document["tie"], "address": "::1"})
+    script = 'until [ -e "$0" ]; do sleep 0.05; done; ip link set lo up'
+    go = replica[0].root / "go"
+    command = ["unshare", "-rn", "/bin/sh", "-c", f'(/bin/sh -c \'{script}\' "$0") & shift 0; exec "$@"', str(go), *replica[0].command()]
+    process = replica[0].start(command=command, environ={"PATH": "/usr/bin:/bin:/usr/sbin:/sbin"})
+    assert "waits for this host's own address ::1" in replica[0].reach("tying", process)["detail"]
+    go.touch()
+    until(lambda: replica[0].state["detail"].startswith("waits for rank 1 since"), "the tie's port")
+    assert process.poll() is None
+
+
+@pytest.mark.skipif(PYTHON_39 is None, reason="no Python 3.9 on this machine")
+def test_python_3_9_is_tied_with_later_ones(ranks):
+    replica = ranks(3)
+    for rank in range(3):
+        replica[rank].start(command=replica[rank].command(interpreter=PYTHON_39) if rank != 1 else None)
+    old = replica.running()
+    os.kill(replica.pids()[2], signal.SIGKILL)
+    replica.running(other_than=old)
+    assert not [revision.log for revision in replica.ranks if "internal error" in revision.log or "Traceback" in revision.log]

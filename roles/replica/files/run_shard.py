@@ -72,6 +72,7 @@ KILL_SECONDS = 10.0             # SIGKILL is only late for a process in uninterr
 TICK_SECONDS = 0.05
 DEFAULT_SILENT_SECONDS = 20.0   # a rank that is not heard of for so long is lost
 HANDSHAKE_SECONDS = 5.0         # from connecting to the welcome
+OWN_ADDRESS_SECONDS = 120.0     # for the network of a host that has just booted
 REFUSED_LOG_SECONDS = 30.0      # how often the same refusal of the same address is logged
 FAREWELL_SECONDS = 1.0          # for the last lines to the other ranks before this process ends
 GPU_CHECK_SECONDS = 60.0        # the driver takes seconds to wake up without persistence mode, and may hang
@@ -2705,6 +2706,7 @@ class Life:
             left = sweep(self._shard, self._events, self._state)        # only a rank without old processes may be tied
             if left:
                 raise Refusal("; ".join(f"process {process} of an earlier run of this shard cannot be ended" for process in left), EX_UNAVAILABLE)
+            self._wait_for_own_address()
             self._events.tie = tie = make_tie(self._shard, self._events, self._state.number, self._credentials)
         except Refusal as refusal:
             log(f"check: {refusal.text}")
@@ -2721,6 +2723,20 @@ class Life:
             return self._finish(End(f"internal error of run_shard.py: {type(error).__name__}: {error}", EX_SOFTWARE, kind=INTERNAL), [])
         finally:
             tie.close()
+
+    def _wait_for_own_address(self) -> None:
+        """Rank 0 cannot listen for the others before its network is there, which after a boot may take longer than a service manager's patience."""
+        terms = self._shard.tie
+        if terms is None or self._shard.rank != 0:
+            return
+        deadline = time.monotonic() + OWN_ADDRESS_SECONDS
+        while time.monotonic() < deadline and self._events.stop_signal is None:
+            error = bind_error(terms.address, 0)
+            if error is None or error.errno != errno.EADDRNOTAVAIL:
+                return
+            self._notify.ready()
+            self._state.stage(TYING, f"waits for this host's own address {terms.address}")
+            self._events.wait(PROBE_PERIOD_SECONDS)
 
     def _next(self, tie: Alone) -> tuple[End | None, list[Process]]:
         """Wait for the next run and run it. Returns an end where no other run may follow."""
