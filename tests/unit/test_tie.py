@@ -138,7 +138,7 @@ def test_the_next_run_waits_for_every_rank_to_be_idle_and_for_the_pause():
     all_idle(one, 111.1)
     one.tick(120.9)
     assert one.phase == TYING, "the second pause is 10 seconds from the end"
-    one.heard = {rank: 121.0 for rank in one.heard}
+    one.heard = dict.fromkeys(one.heard, 121.0)
     one.tick(121.0)
     assert one.phase == RUNNING
 
