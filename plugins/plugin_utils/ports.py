@@ -39,12 +39,12 @@ def choose_tie_port(ranks: t.Sequence[Rank], stated: int | None, others: t.Colle
         if stated in others:
             findings.fault("replica_tie_port", stated, "another port than the replica's others: %s" % ", ".join(map(str, sorted(others))))
         return stated
-    leader = ranks[0]
-    taken = {*others, *(entry["port"] for entry in leader.facts["ports_in_use"] if not _ours(entry, leader, replica)), *_of_other_replicas(leader, replica)}
+    leader, address = ranks[0], ranks[0].endpoint.address if ranks[0].endpoint else "0.0.0.0"
+    taken = {*others, *_of_other_replicas(leader, replica)}
     current: set[int] = {shard["tie_port"] for one in ranks for name, shard in one.facts["shards"].items() if name == replica and shard["tie_port"]}
     candidates: list[int] = [*sorted(current), *TIE_PORTS]
     for port in candidates:
-        if port not in taken:
+        if port not in taken and _holder(leader, address, port, replica) is None:
             return port
     findings.fault("replica_tie_port", "no free port from %d to %d" % (TIE_PORTS[0], TIE_PORTS[-1]), "a port that is free on the leader", "Set replica_tie_port.",
                    host=leader.host.name, rank=0)

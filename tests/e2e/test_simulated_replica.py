@@ -103,6 +103,9 @@ def test_life_of_a_replica(make_fleet: MakeFleet, model: pathlib.Path, tmp_path:
     secret_seen_in = [path for path in _readable_places(hosts) if KEY.encode() in path.read_bytes() and "secrets" not in path.parts]
     assert secret_seen_in == []
     assert all(KEY not in output for output in outputs), "the key is in Ansible's output"
+    tie_keys = {path.read_text() for path in hosts.directory.rglob("current/secrets/tie_key")}
+    assert len(tie_keys) == 1 and all(len(key) == 64 and key not in output for key in tie_keys for output in outputs)
+    assert [path for path in _readable_places(hosts) if "secrets" not in path.parts and any(key.encode() in path.read_bytes() for key in tie_keys)] == []
     assert all(KEY.encode() not in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes() for pid in hosts.marked())
     for path in hosts.directory.rglob("secrets/*"):
         assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700

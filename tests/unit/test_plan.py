@@ -947,6 +947,7 @@ def test_ports_inside_of_texts_and_variables_move_too() -> None:
 @pytest.mark.parametrize(("facts", "port"), [
     ({"ports_in_use": [29400]}, 29401), ({"ports_in_use": [entry(29400, pid=4711)]}, 29401), ({"ports_in_use": [entry(29400, shard="other/0")]}, 29401),
     ({"ports_in_use": [entry(29444, pid=4711)], "shards": {"glm": shard(0, tie_port=29444, pids=[4710, 4711])}}, 29444),      # our own run_shard.py
+    ({"ports_in_use": [entry(29400, address="10.0.0.77", pid=4711)]}, 29400),       # on another address it is free for us
     ({"ports_in_use": [entry(29444, pid=99)], "shards": {"glm": shard(0, tie_port=29444, pids=[4711])}}, 29400),
     ({"shards": {"other": shard(0, tie_port=29400, run_ports=[29401], http_port=8001, leader_port=29600, gpus=[])}}, 29402),
 ])
