@@ -1747,7 +1747,7 @@ class Follower:
         self.failures = 0           # counted ends, as rank 0 counts them
         self.tied = False
         self.heard = now
-        self.missing: tuple[float, str] = (now, "not tried yet")    # since when rank 0 is, and why
+        self.missing: tuple[float, str] = (now, "no answer yet")    # since when rank 0 is, and why
         self.leader_tied: list[int] = []
         self._rank = rank
         self._seen: str | None = None
