@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import typing as t
+from collections.abc import Mapping
 
 FACT = "inference_node"
+_PLAIN = frozenset({str, int, float, bool, type(None)})
 
 
 def facts_of(variables: t.Any, recorded_first: bool = False) -> t.Any:
@@ -30,14 +32,16 @@ def text(value: t.Any) -> str | None:
 
 
 def plain(value: t.Any) -> t.Any:
-    """A deep copy as plain Python containers and untagged scalars."""
-    if isinstance(value, t.Mapping):
+    """A deep copy as plain Python containers and untagged scalars. Facts of a thousand hosts come through here, hence the order of the questions."""
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, (dict, Mapping)):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
-    if isinstance(value, bool) or value is None:
-        return value
-    for kind in (int, float, str):
+    for kind in (int, float):
         if isinstance(value, kind):
             return kind(value)
     return str(value)
