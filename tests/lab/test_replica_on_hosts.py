@@ -145,7 +145,7 @@ def test_a_broken_way_between_the_ranks_ends_with_its_cause(simulated: Lab) -> N
     """The controller reaches both hosts, and they do not reach each other: no plan can know it, so the gate ends in time and says it."""
     simulated.part("n1", "n2")
     try:
-        output = refused(play(simulated, "deploy_replica", "n1:n2", replica_profile={**SIMULATED, "ready_timeout": 8}))
+        output = refused(play(simulated, "deploy_replica", "n1:n2", replica_profile={**SIMULATED, "ready_timeout": 15}))
     finally:
         simulated.join("n1", "n2")
     assert re.search(r"rank 0 \(n1\): .*waits for rank 1 ", output) and re.search(r"rank 1 \(n2\): .*waits for rank 0 at 10\.77\.0\.\d+:\d+ .*no answer", output), output
