@@ -29,7 +29,7 @@ def ranks(replica: str, seen: Seen, planned: t.Mapping[str, t.Any] | None = None
         gpus = ((verdict.get("evidence") or {}).get("gpus")) or []
         found.append({
             "rank": record.get("rank"), "nodes": record.get("nodes"), "host": host, "stage": verdict.get("stage") or record.get("stage"),
-            "ready": bool(record.get("ready")) and verdict.get("failed") is not True, "held_mib": [gpu.get("held_mib") for gpu in gpus],
+            "ready": bool(verdict["ready"]) if "ready" in verdict else bool(record.get("ready")), "held_mib": [gpu.get("held_mib") for gpu in gpus],
             "expected_mib": [gpu.get("expected_mib") for gpu in gpus], "restarts": record.get("restarts"), "revision": record.get("revision"),
             "service": "active" if (record.get("unit") or {}).get("active") else "inactive", "profile": record.get("profile"), "fabric": record.get("fabric"),
             "without_gpu_evidence": bool((verdict.get("evidence") or {}).get("judged_without_gpu") or verdict.get("judged_without_gpu")),

@@ -67,3 +67,13 @@ def test_a_replica_is_ready_only_as_a_whole() -> None:
     assert not status.whole(status.ranks("glm", {"a": host(0), "b": host(1, revision="r2")})), "two revisions"
     assert not status.whole(status.ranks("glm", {"a": host(0), "b": host(0)})), "two leaders"
     assert "no shard on any of 1 host" in status.text("glm", [], ["a"])
+
+
+def test_a_live_look_decides_what_a_status_says() -> None:
+    """After a restart by itself nothing has marked the ranks yet; what they prove now counts. A mark from before does not outlive a failed look."""
+    def host(marked: bool, ready: bool) -> tuple[Any, Any]:
+        record = {"rank": 0, "nodes": 1, "stage": "running", "ready": marked, "revision": "r1", "unit": {"active": True}}
+        return {"shards": {"glm": record}}, {"verdict": {"ready": ready, "failed": not ready, "stage": "ready" if ready else "failed", "evidence": {"gpus": []}, "reason": "x"}}
+
+    assert status.whole(status.ranks("glm", {"a": host(False, True)}))
+    assert not status.whole(status.ranks("glm", {"a": host(True, False)}))
