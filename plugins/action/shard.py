@@ -13,7 +13,8 @@ from ansible import constants as C
 from ansible.errors import AnsibleActionFail
 from ansible.plugins.action import ActionBase
 
-from ansible_collections.rankzero.inference.plugins.plugin_utils import collection_files, convergence, hostvars, render, secrets
+from ansible_collections.rankzero.inference.plugins.module_utils import traces
+from ansible_collections.rankzero.inference.plugins.plugin_utils import collection_files, controller_files, convergence, hostvars, render, secrets
 
 STATES = ["present", "restored", "absent", "stopped", "restarted"]
 ARGUMENTS: dict[str, t.Any] = {
@@ -22,6 +23,7 @@ ARGUMENTS: dict[str, t.Any] = {
     "shard": {"type": "dict", "default": {}},
     "api_key": {"type": "str", "no_log": True},
     "replica_root": {"type": "str", "default": "/"},
+    "log_file": {"type": "str"},
 }
 
 
@@ -33,6 +35,8 @@ class ActionModule(ActionBase):
     def run(self, tmp: t.Any = None, task_vars: t.Any = None) -> dict[str, t.Any]:
         super().run(tmp, task_vars)
         _result, arguments = self.validate_argument_spec(argument_spec=ARGUMENTS)
+        if not traces.is_name(str(arguments["replica"])):
+            raise AnsibleActionFail("replica: %r is no name of a replica: 1 to 40 lower-case letters, digits and -, beginning and ending with a letter or digit" % str(arguments["replica"]))
         facts = hostvars.facts_of(task_vars or {})
         record = ((facts or {}).get("shards") or {}).get(arguments["replica"]) if isinstance(facts, t.Mapping) else None
         self._arguments, self._facts, self._record, self._task_vars = arguments, facts or {}, record, task_vars
@@ -67,10 +71,17 @@ class ActionModule(ActionBase):
             return self._nothing()
         if shard and before == shard["fingerprint"]:
             return {**self._nothing(), "reasons": ["revision %s was there before this deploy, and stays" % before]}
-        return self._call(state="restored", fingerprint=before, failed_fingerprint=shard.get("fingerprint"), supervisord=self._supervisord())
+        return self._with_log(self._call(state="restored", fingerprint=before, failed_fingerprint=shard.get("fingerprint"), supervisord=self._supervisord()))
+
+    def _with_log(self, result: dict[str, t.Any]) -> dict[str, t.Any]:
+        """The log of what was undone went with it: its last lines are kept on the controller."""
+        lines, path = result.pop("last_log", None), hostvars.text(self._arguments["log_file"])
+        if lines and path and not self._task.check_mode:
+            result["log_file"] = controller_files.write_private(path, "\n".join(map(str, lines)) + "\n")
+        return result
 
     def _absent(self, reasons: list[str] | None = None) -> dict[str, t.Any]:
-        if not self._record and self._facts:
+        if self._facts and not self._is_left():
             return self._nothing()
         return {**self._call(state="absent", supervisord=self._supervisord()), "reasons": reasons or []}
 
@@ -81,6 +92,14 @@ class ActionModule(ActionBase):
         return self._call(state="restarted", supervisord=self._supervisord())
 
     # ---- parts
+
+    def _is_left(self) -> bool:
+        """Whether the facts saw anything of the replica on the host: its records, or what is left where those are gone; or a user that no replica has any more."""
+        left = self._facts.get("traces")
+        if self._record or not isinstance(left, t.Mapping):
+            return bool(self._record)
+        replicas = left.get("replicas") or {}
+        return self._arguments["replica"] in replicas or (bool(left.get("made_users")) and not replicas)
 
     @staticmethod
     def _nothing() -> dict[str, t.Any]:

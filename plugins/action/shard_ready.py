@@ -41,6 +41,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "mark": {"type": "bool", "default": True},
     "hold_seconds": {"type": "float", "default": 15},
     "proc_root": {"type": "path", "default": "/proc"},
+    "log_file": {"type": "str"},
 }
 _REPORT = (("reason:", "reason"), ("cause:", "cause"), ("detail:", "detail"), ("do:", "hint"))
 TO_MODULE = ("replica", "rank", "replica_root", "fingerprint", "mark", "proc_root")
@@ -234,8 +235,12 @@ def _failed(options: dict[str, Any], host: str, answer: dict[str, Any], stage: s
         lines = [f"{name} is not ready after {answer['seconds']:.0f} s (budget {budget:.0f} s), still {verdict['stage']}"]
     lines += [f"  {word.ljust(7)} {verdict[key]}" for word, key in _REPORT if verdict[key]]
     lines += ["  log:"] + [f"    {line}" for line in verdict["log_lines"]] if verdict["log_lines"] else []
-    lines.append(f"  next:   on {host}: {answer['log_command']}")
-    lines.append(f"          ansible-playbook rankzero.inference.diagnose -e replica_name={options['replica']}")
+    if options["log_file"]:
+        answer.pop("log_command", None)
+        lines.append(f"  next:   read {os.path.abspath(os.path.expanduser(options['log_file']))} on the controller: the last lines of its log, which goes as the first deploy is undone")
+    else:
+        lines.append(f"  next:   on {host}: {answer['log_command']}")
+        lines.append(f"          ansible-playbook rankzero.inference.diagnose -e replica_name={options['replica']}")
     answer.update(failed=True, msg="\n".join(lines))
     return answer
 

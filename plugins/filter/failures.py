@@ -13,7 +13,9 @@ from ansible_collections.rankzero.inference.plugins.plugin_utils import failures
 def failure_summary(hosts: t.Sequence[str], variables: t.Any, plan: t.Mapping[str, t.Any], restored: t.Any = None) -> str:
     found = {str(host): hostvars.plain(variables[host].get("ansible_failed_result")) for host in hosts}
     ranks = {str(host): int(shard["rank"]) for host, shard in plan["shards"].items()}
-    return failures.summary(str(plan["replica"]), found, ranks, hostvars.text(restored))
+    undone = {str(host): hostvars.plain(variables[host].get("__replica_restored") or {}) for host in hosts}
+    logs = {host: str(result["log_file"]) for host, result in undone.items() if result.get("log_file")}
+    return failures.summary(str(plan["replica"]), found, ranks, hostvars.text(restored), logs)
 
 
 class FilterModule:

@@ -13,7 +13,7 @@ import signal
 import time
 import typing as t
 
-from ansible_collections.rankzero.inference.plugins.module_utils import processes
+from ansible_collections.rankzero.inference.plugins.module_utils import service_managers, shard_log, teardown, traces
 from ansible_collections.rankzero.inference.plugins.module_utils.revisions import SECRETS, Owner, Revisions, replace_file
 from ansible_collections.rankzero.inference.plugins.module_utils.service_managers import Manager, RunCommand, ServiceError, Supervisor, Systemd
 
@@ -40,6 +40,9 @@ class Deployment:
         self.run_command = run_command
         self.actions: t.List[str] = []
         self.diffs: t.List[t.Dict[str, str]] = []
+        self.verified: t.Dict[str, t.Optional[bool]] = {}      # after a removal: gpu_memory, ports, processes, files; None: cannot be asked
+        self.notes: t.List[str] = []
+        self.last_log: t.List[str] = []
 
     # ---- the service
 
@@ -121,6 +124,7 @@ class Deployment:
         """Go back to the revision that was there before a deploy; with none, leave nothing."""
         fingerprint, failed = self.params.get("fingerprint"), self.params.get("failed_fingerprint")
         if not fingerprint:
+            self.keep_log()
             self.absent()
             return
         if fingerprint not in self.revisions.known():
@@ -134,11 +138,18 @@ class Deployment:
     # ---- absent
 
     def absent(self) -> None:
-        """Stop the service, end what carries our marker, and remove every file and user that we made. Model files are never touched."""
-        manager = self._installed()
-        if manager is not None:
-            self._act("stop the service (%s)" % manager.name, lambda: manager.stop(120))
-            self._act("remove %s" % manager.path, manager.remove)
+        """Stop the service, end what carries our marker, remove every file and user that we made, and see that all of it is gone.
+
+        Model files are never touched. Each part is looked for by itself, so that half a replica (an interrupted removal, a directory that was
+        deleted by hand) goes as a whole one does. Raises DeploymentError for what is not gone within the time for it, and names it.
+        """
+        if not traces.is_name(self.replica):
+            raise DeploymentError("%r is no name of a replica, so nothing was removed" % self.replica)
+        mounts = teardown.mounts_below(self.revisions.present())
+        if mounts:
+            raise DeploymentError("%s is a mount point below the replica's directories, so nothing was stopped or removed: unmount it first" % ", ".join(mounts))
+        before = teardown.look(self.revisions)
+        self._end_service()
         left = self._marked()
         if left:
             self._act("end %d processes that carry the replica's marker" % len(left), self._end_marked)
@@ -147,26 +158,35 @@ class Deployment:
             self._act("remove %s" % ", ".join(made), self.revisions.remove_all)
         self._remove_user()
         self._remove_empty_root()
+        if not self.check:
+            self._verify_gone(before)
+
+    def _end_service(self) -> None:
+        manager = self._installed()
+        if manager is not None:
+            self._act("stop the service (%s)" % manager.name, lambda: manager.stop(120))
+            self._act("remove %s" % manager.path, manager.remove)
+            return
+        unit = "inference-%s.service" % self.replica
+        if any(("/%s" % unit) in _read(pid, "cgroup").decode("utf-8", "replace") for pid in self._marked()):
+            # Its file is gone, but systemd still has it and would start it again.
+            self._act("stop the service (systemd)", lambda: self._run(["systemctl", "stop", unit]))
+        link = traces.unit_of(self.revisions, service_managers.UNIT_DIR)
+        if link is not None and os.path.islink(link):
+            self._act("remove %s" % link, functools.partial(os.unlink, link))
+
+    def _verify_gone(self, before: teardown.Before) -> None:
+        findings = teardown.wait(self.revisions, before, lambda: traces.unit_of(self.revisions, service_managers.UNIT_DIR),
+                                 float(self.params.get("verify_seconds") or teardown.GONE_SECONDS))
+        self.verified = {name: findings[name].gone for name in ("gpu_memory", "ports", "processes", "files")}
+        self.notes += ["%s: %s" % (name, found.text) for name, found in sorted(findings.items()) if found.gone is not False and found.text]
+        left = [found.text for _name, found in sorted(findings.items()) if found.gone is False]
+        if left:
+            raise DeploymentError("replica %s was removed, but is not gone from this host: %s" % (self.replica, "; ".join(left)))
 
     def _marked(self) -> t.List[int]:
-        """Processes that carry the replica's marker and belong to this replica_root. Only those may ever be ended."""
-        table = processes.ProcessTable()
-        mine = [pid for pid in table.pids() if pid != os.getpid() and getattr(table.shard_of(pid), "replica", None) == self.replica]
-        return [pid for pid in mine if self._is_here(table, pid)]
-
-    def _is_here(self, table: processes.ProcessTable, pid: int) -> bool:
-        """Another root on this machine (a demonstration, a container that shares our process table) may run a replica of the same name.
-
-        The run_shard.py above a process tells by its path; of an orphan its HOME does. A program that wiped its environment tells nothing, and counts
-        as this root's only where the root is /.
-        """
-        for above in table.line_of(pid):
-            words = _read(pid=above, name="cmdline").split(b"\0")
-            script = next((word for word in words if os.path.basename(word) == b"run_shard.py"), None)
-            if script is not None:
-                return script.startswith(self.revisions.directory.encode() + b"/")
-        home = next((item[len(b"HOME="):] for item in _read(pid, "environ").split(b"\0") if item.startswith(b"HOME=")), None)
-        return home == self.revisions.work_dir.encode() if home else self.revisions.config_root == "/etc/rankzero"
+        """The replica's own processes, of this replica_root. Only those may ever be ended."""
+        return traces.pids(self.revisions)
 
     def _end_marked(self) -> None:
         for signal_number, seconds in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
@@ -181,6 +201,10 @@ class Deployment:
         left = self._marked()
         if left:
             raise DeploymentError("processes %s carry the marker of replica %s and did not end after SIGKILL" % (", ".join(map(str, left)), self.replica))
+
+    def keep_log(self) -> None:
+        """Read the last lines of the log, masked, before they are removed with everything else."""
+        self.last_log = shard_log.read(self.replica, self.params["replica_root"], self.run_command, shard_log.KEPT_LINES)
 
     # ---- stopped, restarted
 
@@ -200,15 +224,10 @@ class Deployment:
     # ---- users
 
     def _users_file(self) -> str:
-        return self.revisions.config_root + "/made_users.json"
+        return traces.users_file(self.revisions.config_root)
 
     def _made_users(self) -> t.List[str]:
-        try:
-            with open(self._users_file(), encoding="utf-8") as stream:
-                names = json.load(stream)
-        except (OSError, ValueError):
-            return []
-        return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+        return traces.made_users(self.revisions.config_root)
 
     def _ensure_user(self) -> None:
         """The service's own system user, made when it is missing, and remembered so that removal takes only what we made."""

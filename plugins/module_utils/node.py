@@ -23,6 +23,7 @@ from ansible_collections.rankzero.inference.plugins.module_utils import (
     shard_records,
     small_files,
     topology,
+    traces,
 )
 
 Facts = dict[str, Any]
@@ -52,6 +53,7 @@ def read(options: Mapping[str, Any], run_command: RunCommand) -> Facts:
         "hostname_resolves_to": wires["hostname_resolves_to"], "limits": allowed, "drivers": {"nvidia": gpus["drivers_nvidia"]},
         "engines": engine_builds.read(options["replica_root"]), "models": describe_models(options, machine["service_manager"]), "ports_in_use": taken,
         "shards": shard_records.read(options["replica_root"], proc, run), "cordoned": shard_records.cordoned(options["replica_root"]),
+        "traces": traces.read(options["replica_root"], proc),
     }
 
 

@@ -232,6 +232,12 @@ ansible_facts:
               has been proven ready.
           returned: always
           type: dict
+        traces:
+          description:
+            - Everything that a removal would take. C(replicas) holds, by name, the service file (C(unit)), C(pids) and C(paths) of a replica, also where
+              its records are gone; C(made_users) are the users that this collection made.
+          returned: always
+          type: dict
         cordoned:
           description: Who took the host out of service, why and when; V(null) when nobody did.
           returned: always

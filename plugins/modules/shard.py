@@ -22,6 +22,8 @@ options:
       - V(present) writes and starts the shard that O(shard) describes; on a host that has no part in the plan any more, what it has of the replica is removed.
       - V(restored) goes back to the revision that node facts saw, or leaves nothing if there was none.
       - V(absent) stops the service, ends every process that carries the replica's marker, and removes the files and users that this collection made. Model files are never touched.
+        It returns when the shard's memory on GPUs is gone, its ports can be bound, and no process and no file of it is left, and fails naming what is not gone
+        within 60 seconds. What is left of a replica whose records are gone is found and removed, too.
       - V(stopped) and V(restarted) act on the service that is there.
     type: str
     choices: [present, restored, absent, stopped, restarted]
@@ -48,6 +50,11 @@ options:
   secrets:
     description: Filled in by the action plugin from O(api_key); not for playbooks.
     type: dict
+  log_file:
+    description:
+      - With O(state=restored), a file on the controller into which the last lines of the shard's log are written, without secrets, when nothing is left
+        on the host. Removal takes the log with it.
+    type: str
 attributes:
   action:
     support: full
@@ -92,6 +99,24 @@ reasons:
   type: list
   elements: str
   sample: ["revision 3f0c9a4be1d25577 is not current (a01b77de92c0f514 is)"]
+verified:
+  description:
+    - After a removal, whether it was seen that the shard's GPU memory, ports, processes and files are gone. V(null) is what could not be asked, with
+      the reason in RV(notes).
+  returned: when the shard was removed
+  type: dict
+  sample: {"gpu_memory": true, "ports": true, "processes": true, "files": true}
+notes:
+  description: What an operator may want to know about the removal, such as a port of the shard's that another program has.
+  returned: when the shard was removed
+  type: list
+  elements: str
+  sample: []
+log_file:
+  description: Where the last lines of the log were written on the controller.
+  returned: with O(log_file), when there was a log
+  type: str
+  sample: /home/ops/diagnosis/glm-20260131T120000Z-gpu-a.log
 remote_calls:
   description: How many calls were made to the host, V(0) on a converged one.
   returned: always
@@ -114,6 +139,7 @@ ARGUMENTS: t.Dict[str, t.Any] = {
     # fingerprint, failed_fingerprint, files, unit_name, manager, supervisord, user, force_restart: what the action plugin rendered.
     "revision": {"type": "dict", "default": {}},
     "secrets": {"type": "dict", "no_log": True},
+    "log_file": {"type": "str"},
 }
 
 
@@ -123,10 +149,16 @@ def main() -> None:
     try:
         getattr(deployment, module.params["state"])()
     except (DeploymentError, ServiceError) as error:
-        module.fail_json(msg=str(error), actions=deployment.actions)
+        module.fail_json(msg=str(error), actions=deployment.actions, **_removal(deployment))
     except OSError as error:
         module.fail_json(msg="%s: %s" % (error.filename or "the file system", error.strerror or error), actions=deployment.actions)
-    module.exit_json(changed=bool(deployment.actions), actions=deployment.actions, diff=deployment.diffs, revision=deployment.revisions.linked("current"))
+    module.exit_json(changed=bool(deployment.actions), actions=deployment.actions, diff=deployment.diffs, revision=deployment.revisions.linked("current"), **_removal(deployment))
+
+
+def _removal(deployment: Deployment) -> t.Dict[str, t.Any]:
+    """What a removal has to tell, also when it failed."""
+    told: t.Dict[str, t.Any] = {"verified": deployment.verified, "notes": deployment.notes} if deployment.verified else {}
+    return {**told, "last_log": deployment.last_log} if deployment.last_log else told
 
 
 if __name__ == "__main__":

@@ -80,6 +80,11 @@ options:
     description: Write C(ready.json) into the state directory when the shard is ready, and remove it when the shard has failed.
     type: bool
     default: true
+  log_file:
+    description:
+      - File on the controller in which the caller will keep the last lines of the log, where a failure undoes the shard and its log with it.
+        A failure then names this file instead of the log on the host.
+    type: str
   hold_seconds:
     description: How long one call to the host looks for a change before it reports back.
     type: float
@@ -218,6 +223,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "leader_serving": {"type": "bool"},
     "run_id": {"type": "str"},
     "serving_since": {"type": "float"},
+    "log_file": {"type": "str"},
     "proc_root": {"type": "path", "default": "/proc"},
 }
 

@@ -26,6 +26,7 @@ def check(ranks: t.Sequence[Rank], profile: Profile, engine: Engine, findings: F
     for one in ranks:
         if engine.needs_model(profile, one.rank):
             check_readable(one.host.name, one.rank, one.facts, profile, findings)
+        _check_place(one, profile, findings)
     _check_same_files(ranks, profile, engine, findings)
     _check_heads(ranks, profile, engine, findings)
     _check_capability(ranks, profile, engine, findings)
@@ -49,6 +50,15 @@ def check_readable(host: str, rank: int | None, facts: t.Mapping[str, t.Any], pr
         elif not model.get("readable"):
             findings.fault(field, "%s, which the service's user cannot read%s" % (path, ": %s" % model["error"] if model.get("error") else ""), "a readable path",
                            "Give the service's user (replica_user) read access.", host=host, rank=rank)
+
+
+def _check_place(one: Rank, profile: Profile, findings: Findings) -> None:
+    """What lies in a replica's own directories goes when the replica is removed; a model must not."""
+    root = one.host.root.rstrip("/")
+    for field, path in _paths(profile):
+        own = next((folder for folder in ("etc", "run", "var/lib", "var/log") if ("%s/" % path).startswith("%s/%s/rankzero/" % (root, folder))), None)
+        if own:
+            findings.fault(field, path, "a path outside of %s/%s/rankzero" % (root, own), "A replica's directories are removed with it; keep models elsewhere.", host=one.host.name, rank=one.rank)
 
 
 def _check_same_files(ranks: t.Sequence[Rank], profile: Profile, engine: Engine, findings: Findings) -> None:

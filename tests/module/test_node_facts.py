@@ -20,7 +20,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 ANSIBLE = pathlib.Path(sys.executable).parent / "ansible"
 KEYS = {"schema", "gathered_at", "host", "gpus", "topology", "hcas", "interfaces", "routes", "default_route", "hostname_resolves_to", "limits", "drivers",
         "engines",
-        "models", "ports_in_use", "shards", "cordoned"}
+        "models", "ports_in_use", "shards", "cordoned", "traces"}
 H100 = """driver 580.95.05
 gpu 0-1 name="NVIDIA H100 80GB HBM3" uuid=GPU-%d total=81559 reserved=551 cc=9.0
 gpu 0 pci=00000000:18:00.0

@@ -652,6 +652,14 @@ def test_models_that_cannot_be_loaded(change: dict[str, Any], field: str) -> Non
     assert faults({"n1": node(1), "n2": found}) == [("n2", field)]
 
 
+@pytest.mark.parametrize("folder", ["/etc/rankzero/x", "/var/lib/rankzero", "/run/rankzero/glm/a/b"])
+def test_a_model_in_a_directory_that_goes_with_the_replica_is_refused(folder: str) -> None:
+    there = {folder: node(1)["models"]["/models/glm"]}
+    assert faults({"n1": node(1, models=there), "n2": node(2, models=there)}, profile(model_path=folder)) == [("n1", "model_path"), ("n2", "model_path")]
+    beside = {"/var/lib/rankzero-models": node(1)["models"]["/models/glm"]}
+    good({"n1": node(1, models=beside), "n2": node(2, models=beside)}, profile(model_path="/var/lib/rankzero-models"))
+
+
 def test_adapters_are_looked_for_on_every_rank_in_order() -> None:
     adapters = [{"name": "z", "path": "/a/z"}, {"name": "a", "path": "/a/a"}]
     there = {path: {"exists": True, "readable": True} for path in ("/models/glm", "/a/z", "/a/a")}

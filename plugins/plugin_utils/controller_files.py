@@ -1,0 +1,38 @@
+# Copyright (c) 2026 The rankzero.inference authors
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Files that are left on the controller for a person: readable by whoever ran Ansible, and by nobody else."""
+
+from __future__ import annotations
+
+import os
+
+from ansible.errors import AnsibleActionFail
+
+
+def place(path: str) -> str:
+    """The absolute path, relative to where Ansible was started, with its directory made. Raises AnsibleActionFail where that is not possible."""
+    target = os.path.abspath(os.path.expanduser(path))
+    try:
+        os.makedirs(os.path.dirname(target), mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise AnsibleActionFail("%s cannot be made: %s" % (os.path.dirname(target), error.strerror or error)) from error
+    return target
+
+
+def open_private(target: str) -> int:
+    """A descriptor of a new file with mode 0600; what was there under this name goes. A link is not followed."""
+    try:
+        if os.path.lexists(target):
+            os.unlink(target)
+        return os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise AnsibleActionFail("%s cannot be written: %s" % (target, error.strerror or error)) from error
+
+
+def write_private(path: str, text: str) -> str:
+    """Write a text file of mode 0600 and return its absolute path."""
+    target = place(path)
+    with os.fdopen(open_private(target), "w", encoding="utf-8") as stream:
+        stream.write(text)
+    return target
