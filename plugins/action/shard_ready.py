@@ -35,6 +35,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "leader": {"type": "str"},
     "replica_root": {"type": "path", "default": "/"},
     "fingerprint": {"type": "str"},
+    "known_run": {"type": "str"},
     "wait": {"type": "bool", "default": True},
     "deadline": {"type": "float"},
     "timeout": {"type": "int"},
@@ -44,7 +45,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "log_file": {"type": "str"},
 }
 _REPORT = (("reason:", "reason"), ("cause:", "cause"), ("detail:", "detail"), ("do:", "hint"))
-TO_MODULE = ("replica", "rank", "replica_root", "fingerprint", "mark", "proc_root")
+TO_MODULE = ("replica", "rank", "replica_root", "fingerprint", "known_run", "mark", "proc_root")
 
 display = Display()
 

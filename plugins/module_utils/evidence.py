@@ -427,7 +427,7 @@ def _restarted(observation: Map) -> Finding | None:
     service, state = observation.get("service") or {}, observation.get("state") or {}
     wanted_run = (observation.get("wanted") or {}).get("run_id")
     other_run = wanted_run is not None and state.get("run_id") not in (None, wanted_run)
-    if _began_elsewhere(state):
+    if _began_elsewhere(state) or _was_there_before(observation):
         return None
     if not (service.get("restarting") or service.get("restarts") or other_run or state.get("failures") or _came_back(observation)):
         return None
@@ -435,6 +435,12 @@ def _restarted(observation: Map) -> Finding | None:
     known = log_signatures.cause_of_end(last.get("code"), last.get("signal")) or {}
     return Finding("failed", f"the shard does not stay up: the run before this one ended{_because(last.get('reason'))}", log="all",
                    cause=_last_cause(state), hint=known.get("hint"))
+
+
+def _was_there_before(observation: Map) -> bool:
+    """Whether this run began before the deploy that waits now and was not started by it: how the runs before it ended is history, not a failure of this deploy."""
+    known = (observation.get("wanted") or {}).get("known_run")
+    return known is not None and (observation.get("state") or {}).get("run_id") == known
 
 
 def _came_back(observation: Map) -> bool:

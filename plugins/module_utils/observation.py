@@ -64,6 +64,7 @@ class Watch(NamedTuple):
     fingerprint: str | None = None
     rank: int | None = None
     run_id: str | None = None
+    known_run: str | None = None
     serving_since: float | None = None
 
 
@@ -279,7 +280,7 @@ def watch(observer: Observer, wanted: Watch) -> tuple[dict[str, Any], dict[str, 
         else:
             serving_since = None
         observation.update(leader_serving=wanted.leader_serving, serving_since=serving_since,
-                           wanted={"fingerprint": wanted.fingerprint, "rank": wanted.rank, "run_id": wanted.run_id})
+                           wanted={"fingerprint": wanted.fingerprint, "rank": wanted.rank, "run_id": wanted.run_id, "known_run": wanted.known_run})
         verdict = _with_leader(observer, observation, evidence.judge(observation))
         if verdict["failed"]:
             observation = observer.explain(observation, verdict)

@@ -98,6 +98,11 @@ options:
   run_id:
     description: The run that the wait began with; another one means that the shard was restarted. Set by the action plugin.
     type: str
+  known_run:
+    description:
+      - The run that was there before this deploy, as node facts saw it. While it still is the shard's run, the deploy did not start it, and how the runs before
+        it ended does not count as a failure.
+    type: str
   serving_since:
     description: What the call before returned as RV(serving_since). Set by the action plugin.
     type: float
@@ -222,6 +227,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "since_stage": {"type": "str"},
     "leader_serving": {"type": "bool"},
     "run_id": {"type": "str"},
+    "known_run": {"type": "str"},
     "serving_since": {"type": "float"},
     "log_file": {"type": "str"},
     "proc_root": {"type": "path", "default": "/proc"},
@@ -236,7 +242,7 @@ def main() -> None:
     observer = observation.Observer(options["replica"], options["replica_root"], options["proc_root"], module.run_command)
     wanted = observation.Watch(
         since_stage=options["since_stage"], hold_seconds=options["hold_seconds"] if waits else 0, leader_serving=options["leader_serving"],
-        fingerprint=options["fingerprint"], rank=options["rank"], run_id=options["run_id"], serving_since=options["serving_since"])
+        fingerprint=options["fingerprint"], rank=options["rank"], run_id=options["run_id"], known_run=options["known_run"], serving_since=options["serving_since"])
     seen, verdict = observation.watch(observer, wanted)
     changed = False
     if waits and options["mark"]:

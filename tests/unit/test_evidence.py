@@ -671,3 +671,12 @@ def test_lost_and_stopped_ranks_are_no_failure_of_anybody(kind: str) -> None:
     again = after_an_end("running", kind=kind, failures=0, run_id="r2")
     again["state"]["launches"][-1]["exit"] = None
     assert not judge(again)["failed"]
+
+
+@pytest.mark.parametrize(("known_run", "fails"), [(None, True), ("another", True), ("run", False)])
+def test_how_a_run_ended_before_this_deploy_is_history(known_run: str | None, fails: bool) -> None:
+    """A replica that has healed itself is proven by the next deploy, which does not start it again: only what ends from then on is a failure."""
+    state = {"run_id": "run", "stage": "running", "restarts": 1, "started_at": 100.0, "failures": 1, "supervisor_pid": 1, "fingerprint": "f", "launches": [],
+             "last_end": {"code": 1, "signal": None, "at": 99.0, "reason": "engine ended with exit code 1"}, "own_end": {"reason": "engine ended with exit code 1"}}
+    found = evidence._restarted({"state": state, "service": {"active": True, "restarts": None}, "wanted": {"known_run": known_run}})
+    assert (found is not None) is fails
