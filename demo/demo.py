@@ -115,7 +115,7 @@ def llama_fleet(model: pathlib.Path, key_file: pathlib.Path) -> fleet.Fleet:
 def sim_fleet(model: pathlib.Path, key_file: pathlib.Path, library: pathlib.Path) -> fleet.Fleet:
     names = [fleet.Host(f"gpu-{number}", f"127.0.0.{30 + number}", gpus=2) for number in range(4)]
     profile = {"engine": "sim", "gpu_class": "H100", "model_path": str(model), "served_model_name": "tiny", "tp": 8, "nodes": 4, "gpus_per_node": 2, "ready_timeout": 60,
-               "args": ["--sim-load-seconds", "3", "--sim-gpu-mib", "144000"], "env": {"SIM_PROCESS_DIRECTORY": str(DEMO / "gpu-processes")}}
+               "args": ["--sim-load-seconds", "3", "--sim-gpu-mib", "72000"], "env": {"SIM_PROCESS_DIRECTORY": str(DEMO / "gpu-processes")}}
     return fleet.Fleet(DEMO, names, library, group=f"replica_{NAME}", replica_profile="tiny-h100-4x2", replica_profiles={"tiny-h100-4x2": profile},
                        replica_http_port=free_port("127.0.0.30", 8000), replica_api_key_file=str(key_file))
 

@@ -71,7 +71,7 @@ class Fleet:
         if not host.gpus:
             path.unlink(missing_ok=True)
             return
-        lines = ["driver 580.95.05", "cuda 13000", f"procdir {self.processes} prune=1"]
+        lines = ["driver 580.95.05", "cuda 13000", f'procdir path="{self.processes}" prune=1']
         for index in range(host.gpus):
             lines.append(f'gpu {index} name="{host.model}" uuid={host.uuid(index)} pci=0000:{0x10 + index:02X}:00.0 total={host.memory_mib}MiB reserved=551MiB cc={host.capability} mig=off')
         unfinished = path.with_suffix(".new")

@@ -119,11 +119,12 @@ class ActionModule(ActionBase):
 
     def _write(self, path: str, plan: dict[str, t.Any]) -> None:
         """The plan as JSON on the controller, also when it was refused, also in check mode: it is the output that was asked for."""
-        target = pathlib.Path(self._loader.path_dwim(path)) if not os.path.isabs(path) else pathlib.Path(path)
+        target = pathlib.Path(os.path.abspath(os.path.expanduser(path)))      # relative to where ansible-playbook was started, as any command's output
         try:
             unfinished = target.with_name(target.name + ".new")
             unfinished.write_text(json.dumps(plan, indent=2, sort_keys=True) + "\n", encoding="utf-8")
             unfinished.replace(target)
+            display.display("The plan was written to %s" % target)
         except OSError as error:
             raise AnsibleActionFail("plan_file %s cannot be written: %s" % (target, error.strerror or error)) from error
 

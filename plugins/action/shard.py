@@ -70,7 +70,7 @@ class ActionModule(ActionBase):
         if not shard and not self._record:
             return self._nothing()
         if shard and before == shard["fingerprint"]:
-            return {**self._nothing(), "reasons": ["revision %s was there before this deploy, and stays" % before]}
+            return {**self._nothing(), "revision": before, "reasons": ["revision %s was there before this deploy, and stays" % before]}
         return self._with_log(self._call(state="restored", fingerprint=before, failed_fingerprint=shard.get("fingerprint"), supervisord=self._supervisord()))
 
     def _with_log(self, result: dict[str, t.Any]) -> dict[str, t.Any]:

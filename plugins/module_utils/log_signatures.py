@@ -27,6 +27,7 @@ MASK = "********"
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
 _CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff]+")
 _OWN_ERROR = re.compile(r"(?<![\w.])(?:\w+\.)*[A-Z]\w*(?:Error|Exception)(?:\(\w+\))?: *\S")
+_OURS = re.compile(r"(?:^|\W)run_shard: (?:launch|tie|waiting|\S+ rank \d+ of)")       # the supervisor's own normal lines
 _NOT_THE_CAUSE = re.compile(r"EngineDeadError|ActorHandleNotFoundError|ActorDiedError|RayTaskError|BrokenPipeError|ConnectionResetError|EOFError|"
                             r"Engine core initialization failed|EngineCore failed to start|KeyboardInterrupt|CancelledError")
 
@@ -210,6 +211,8 @@ SIGNATURES: tuple[Signature, ...] = GPU_SIGNATURES + (
     _signature(r"not within the file bounds|corrupted or incomplete|invalid magic|HeaderTooLarge|MetadataIncompleteBuffer|Error while deserializing header",
                "A weight file is damaged or was copied only in part.",
                "Compare its size and checksum with the source and copy it again."),
+    _signature(r"failed to load model\b|error loading model\b", "The engine could not load the model's files.",
+               "Compare their size and checksum with the source, and check that this engine build knows the model.", weak=True),
     _signature(r"unknown model architecture|architectures? .* (?:are|is) not supported|does not recogni[sz]e this architecture",
                "This engine version does not know the model's architecture.",
                "Register a newer engine build."),
@@ -297,6 +300,7 @@ def first_telling(lines: Sequence[str], signatures: Sequence[Signature] = SIGNAT
     In this order: the first line with a strong signature; the first with a weak one; with `own_errors` the first line on which
     a program names an error of its own (`ValueError: …`) with cause and hint null, as nobody here knows what it means.
     """
+    lines = [line for line in lines if not _OURS.search(line)]
     for weak in (False, True):
         for line in lines:
             found = _match(line, signatures, weak)

@@ -36,6 +36,9 @@ def plan_text(plan: Plan) -> str:
     if plan["shards"]:
         lines += ["", _ranks(plan), ""]
         lines.append("  endpoint   %s (rank 0, %s)" % (plan["leader"]["url"], plan["leader"]["host"]))
+        ports = _ports(plan)
+        if ports:
+            lines.append("  ports      %s" % ports)
         lines.append("  fabric     %s" % (plan.get("fabric") or "none (TCP)"))
         lines.append("  revision   %s" % plan["fingerprint"])
     if plan.get("leaving"):
@@ -47,6 +50,16 @@ def plan_text(plan: Plan) -> str:
     if plan["faults"]:
         lines += ["", report([Fault(**fault) for fault in plan["faults"]], "Refused, nothing was changed. Faults")]
     return "\n".join(lines)
+
+
+def _ports(plan: Plan) -> str:
+    """Where the ranks of a replica of several nodes meet."""
+    leader = next(shard for shard in plan["shards"].values() if shard["rank"] == 0)
+    if leader["nodes"] == 1:
+        return ""
+    tie = leader.get("tie")
+    runs = tie["run_ports"] if tie else [leader["leader_port"]]
+    return "the ranks meet on %d to %d, one for each run in turn%s" % (runs[0], runs[-1], "; tie on %d" % tie["port"] if tie else "")
 
 
 def _shape(profile: Plan) -> str:

@@ -392,7 +392,8 @@ static int parse_file(state_t *st, const char *path, int depth) {
             p->type = val(l, "type", b, sizeof b) ? (char)toupper(*b) : 'C';
             p->after = (int)num(l, "after", 0);
         } else if (!strcmp(word, "procdir")) {
-            snprintf(st->procdir, sizeof st->procdir, "%.255s", a1);
+            if (val(l, "path", b, sizeof b)) snprintf(st->procdir, sizeof st->procdir, "%s", b);     /* path="..." may hold spaces */
+            else snprintf(st->procdir, sizeof st->procdir, "%.255s", a1);
             st->procdir_prune = num(l, "prune", 1) != 0;
         } else if (!strcmp(word, "topo")) {
             int a = atoi(a1), c = atoi(a2);

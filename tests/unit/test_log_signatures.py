@@ -167,3 +167,12 @@ WORDS = st.text(alphabet="abcdef-", max_size=40)
 @given(st.text(alphabet="abcdef-", min_size=log_signatures.SHORTEST_SECRET, max_size=30), WORDS, WORDS)
 def test_secrets_never_survive(secret: str, before: str, after: str) -> None:
     assert secret not in log_signatures.clean(before + secret + after, [secret])
+
+
+def test_the_supervisors_own_normal_lines_are_no_cause() -> None:
+    """Waiting for a rank that is not up yet is normal; what the engine says about its model is not."""
+    lines = ["run_shard: launch llama-server waits for rank 1 at 127.0.0.2:29500 since 2026-11-29T15:02:43Z (Connection refused)",
+             "0.00.1 E llama_model_load: error loading model: tensor 'x' data is not within the file bounds", "srv load_model: failed to load model '/models/broken.gguf'"]
+    assert "damaged" in log_signatures.first_telling(lines)["cause"]
+    assert log_signatures.first_telling(lines[:1]) is None
+    assert "could not load" in log_signatures.first_telling([lines[0], lines[2]])["cause"]

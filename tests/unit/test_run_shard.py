@@ -26,7 +26,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "roles" / "replica" / "files" / "run_shard.py"
-PYTHON_39 = next((path for path in ("/root/.pyenv/versions/3.9.18/bin/python3.9", shutil.which("python3.9")) if path and os.path.exists(path)), None)
+PYTHON_39 = os.environ.get("PYTHON39") or shutil.which("python3.9")
+if PYTHON_39 is not None and subprocess.run([PYTHON_39, "-c", ""], check=False, capture_output=True).returncode:
+    PYTHON_39 = None        # a launcher without that version behind it
 PATIENCE = 10.0     # seconds; only a failing test waits so long
 KEY = "sk-Zx81-not-in-any-output"
 
