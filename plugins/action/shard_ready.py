@@ -176,7 +176,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
                 return _gave_up(options, host, culprit, known["since_stage"], progress)
             left = (budget if budget is not None else DEFAULT_BUDGET_SECONDS) - (time.time() - started)
             try:
-                answer = self._ask(options, task_vars, {**known, "hold_seconds": self._hold(options, known, board, left),
+                answer = self._ask(options, task_vars, {**known, "hold_seconds": self._hold(options, known, board, left, progress.seconds),
                                                         "leader_serving": self._leader_serving(options, task_vars, hosts, board)})
                 lost = 0
             except AnsibleConnectionFailure:
@@ -207,10 +207,11 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         return answer
 
     @staticmethod
-    def _hold(options: dict[str, Any], known: dict[str, Any], board: Board, left: float) -> float:
+    def _hold(options: dict[str, Any], known: dict[str, Any], board: Board, left: float, waited: float) -> float:
+        """Short at first and longer with time: another rank's failure is learnt between two calls, and each call costs a session."""
         waits_for_leader = known["since_stage"] == "holding" and options["rank"] != 0 and not board.has("serving")
         longest: float = min(options["hold_seconds"], LEADER_POLL_SECONDS) if waits_for_leader else options["hold_seconds"]
-        return max(0.0, min(longest, left))
+        return max(0.0, min(longest, left, max(3.0, waited / 4)))
 
     def _leader_serving(self, options: dict[str, Any], task_vars: dict[str, Any], hosts: list[str], board: Board) -> bool | None:
         """Null when nobody asks the leader while this host waits: with fewer forks than hosts it may only be asked when this one is done."""

@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +38,22 @@ def profile(model: pathlib.Path, **more: Any) -> dict[str, Any]:
     return {"engine": "llamacpp", "model_path": str(model), "served_model_name": "tiny", "nodes": 2, "gpus_per_node": 0, "threads": 1, "ready_timeout": 90, **more}
 
 
+def _state(hosts: fleet.Fleet, name: str) -> dict[str, Any]:
+    return dict(json.loads((hosts.root(name) / "run/rankzero/e2e/state.json").read_text()))
+
+
+def _wait_until(holds: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            if holds():
+                return
+        except OSError:
+            pass
+        time.sleep(0.2)
+    raise AssertionError(f"not within 60 s: {what}")
+
+
 def test_two_ranks_on_the_cpu(make_fleet: MakeFleet, model: pathlib.Path, llama: pathlib.Path) -> None:
     """Deployed, proven without GPU evidence, answering; unchanged by a second run; healed by a third; gone after removal."""
     hosts = make_fleet(["node-a", "node-b"], replica_api_key=KEY)
@@ -57,6 +74,13 @@ def test_two_ranks_on_the_cpu(make_fleet: MakeFleet, model: pathlib.Path, llama:
 
     second = hosts.run("deploy_replica", extra=extra)
     assert second.returncode == 0 and recap(second.stdout, "node-a")["changed"] == recap(second.stdout, "node-b")["changed"] == 0, second.stdout
+
+    before = _state(hosts, "node-b")
+    os.kill(before["launches"][0]["pid"], signal.SIGKILL)
+    _wait_until(lambda: _state(hosts, "node-b")["run_id"] != before["run_id"] and request(url, "/health")[0] == 200, "the replica heals itself")
+    healed = hosts.run("deploy_replica", extra=extra)
+    assert healed.returncode == 0, healed.stdout + healed.stderr
+    assert _state(hosts, "node-b")["restarts"] == before["restarts"] + 1, "proven as it runs, not started again"
 
     state = json.loads((hosts.root("node-b") / "run/rankzero/e2e/state.json").read_text())
     os.kill(state["supervisor_pid"], signal.SIGKILL)
