@@ -69,13 +69,21 @@ def llama_directory() -> pathlib.Path | None:
 def probe(directory: pathlib.Path, model: pathlib.Path) -> str | None:
     """Why this build cannot serve the model on this processor, or None: it must answer one request, as it can die late with SIGILL."""
     port = free_port("127.0.0.1", 18400)
-    server = subprocess.Popen([str(directory / "llama-server"), "-m", str(model), "--host", "127.0.0.1", "--port", str(port), "-fit", "off"],
-                              stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    server = subprocess.Popen(
+        [str(directory / "llama-server"), "-m", str(model), "--host", "127.0.0.1", "--port", str(port), "-fit", "off"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
         for _attempt in range(100):
             if server.poll() is not None:
                 number = -server.returncode
-                return "it dies with SIGILL: built for another processor" if number == 4 else f"it ended with {server.returncode}: {(server.stderr.read() if server.stderr else '')[-300:]}"
+                return (
+                    "it dies with SIGILL: built for another processor"
+                    if number == 4
+                    else f"it ended with {server.returncode}: {(server.stderr.read() if server.stderr else '')[-300:]}"
+                )
             try:
                 if ask(f"http://127.0.0.1:{port}", None, "ping", 1):
                     return None
@@ -99,7 +107,15 @@ def ask(url: str, key: str | None, question: str, tokens: int) -> dict[str, obje
 
 def deploy(hosts: fleet.Fleet, playbook: str, *arguments: str) -> int:
     """Run a playbook in the foreground, so that plan and live stages are seen as they come."""
-    command = [str(pathlib.Path(sys.executable).parent / "ansible-playbook"), "-i", str(hosts.inventory), str(fleet.PLAYBOOKS / f"{playbook}.yml"), "-e", f"replica_name={NAME}", *arguments]
+    command = [
+        str(pathlib.Path(sys.executable).parent / "ansible-playbook"),
+        "-i",
+        str(hosts.inventory),
+        str(fleet.PLAYBOOKS / f"{playbook}.yml"),
+        "-e",
+        f"replica_name={NAME}",
+        *arguments,
+    ]
     environment = fleet.ansible_environment()
     environment["ANSIBLE_NOCOLOR"] = "0" if sys.stdout.isatty() else "1"
     return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
@@ -108,16 +124,41 @@ def deploy(hosts: fleet.Fleet, playbook: str, *arguments: str) -> int:
 def llama_fleet(model: pathlib.Path, key_file: pathlib.Path) -> fleet.Fleet:
     names = [fleet.Host("node-a", "127.0.0.21"), fleet.Host("node-b", "127.0.0.22")]
     profile = {"engine": "llamacpp", "model_path": str(model), "served_model_name": "tiny", "nodes": 2, "gpus_per_node": 0, "threads": 1, "ready_timeout": 60}
-    return fleet.Fleet(DEMO, names, group=f"replica_{NAME}", replica_profile="tiny-cpu-2", replica_profiles={"tiny-cpu-2": profile},
-                       replica_http_port=free_port("127.0.0.21", 8000), replica_api_key_file=str(key_file))
+    return fleet.Fleet(
+        DEMO,
+        names,
+        group=f"replica_{NAME}",
+        replica_profile="tiny-cpu-2",
+        replica_profiles={"tiny-cpu-2": profile},
+        replica_http_port=free_port("127.0.0.21", 8000),
+        replica_api_key_file=str(key_file),
+    )
 
 
 def sim_fleet(model: pathlib.Path, key_file: pathlib.Path, library: pathlib.Path) -> fleet.Fleet:
     names = [fleet.Host(f"gpu-{number}", f"127.0.0.{30 + number}", gpus=2) for number in range(4)]
-    profile = {"engine": "sim", "gpu_class": "H100", "model_path": str(model), "served_model_name": "tiny", "tp": 8, "nodes": 4, "gpus_per_node": 2, "ready_timeout": 60,
-               "args": ["--sim-load-seconds", "3", "--sim-gpu-mib", "72000"], "env": {"SIM_PROCESS_DIRECTORY": str(DEMO / "gpu-processes")}}
-    return fleet.Fleet(DEMO, names, library, group=f"replica_{NAME}", replica_profile="tiny-h100-4x2", replica_profiles={"tiny-h100-4x2": profile},
-                       replica_http_port=free_port("127.0.0.30", 8000), replica_api_key_file=str(key_file))
+    profile = {
+        "engine": "sim",
+        "gpu_class": "H100",
+        "model_path": str(model),
+        "served_model_name": "tiny",
+        "tp": 8,
+        "nodes": 4,
+        "gpus_per_node": 2,
+        "ready_timeout": 60,
+        "args": ["--sim-load-seconds", "3", "--sim-gpu-mib", "72000"],
+        "env": {"SIM_PROCESS_DIRECTORY": str(DEMO / "gpu-processes")},
+    }
+    return fleet.Fleet(
+        DEMO,
+        names,
+        library,
+        group=f"replica_{NAME}",
+        replica_profile="tiny-h100-4x2",
+        replica_profiles={"tiny-h100-4x2": profile},
+        replica_http_port=free_port("127.0.0.30", 8000),
+        replica_api_key_file=str(key_file),
+    )
 
 
 def prepare(engine: str) -> tuple[str, fleet.Fleet]:
@@ -148,7 +189,9 @@ def pretend_model() -> pathlib.Path:
     """What the simulator is given as a model: a directory with a configuration that the plan can check, and no weights."""
     directory = DEMO / "pretend-model"
     directory.mkdir(exist_ok=True)
-    (directory / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "num_attention_heads": 64, "num_hidden_layers": 80, "torch_dtype": "bfloat16"}))
+    (directory / "config.json").write_text(
+        json.dumps({"architectures": ["LlamaForCausalLM"], "num_attention_heads": 64, "num_hidden_layers": 80, "torch_dtype": "bfloat16"})
+    )
     return directory
 
 
@@ -170,7 +213,7 @@ def show(engine: str, hosts: fleet.Fleet) -> None:
     heading("One chat request")
     answer = ask(url, key, "Who are you?", 24)
     say(f"  POST {url}/v1/chat/completions")
-    say(f"  {json.dumps(answer['choices'][0]['message'])}")       # type: ignore[index]
+    say(f"  {json.dumps(answer['choices'][0]['message'])}")  # type: ignore[index]
     say(f"  {json.dumps(answer['usage'])}   (the model is random: the text means nothing, the numbers do)")
     leader = hosts.root(plan["leader"]["host"])
     relative = os.path.relpath(leader, ROOT)
@@ -180,7 +223,7 @@ def show(engine: str, hosts: fleet.Fleet) -> None:
     say(f"  the proof              cat {relative}/run/rankzero/{NAME}/ready.json")
     say(f"  status                 .venv/bin/ansible-playbook -i .demo/inventory.json playbooks/replica_status.yml -e replica_name={NAME}")
     say(f"  a second deploy        .venv/bin/ansible-playbook -i .demo/inventory.json playbooks/deploy_replica.yml -e replica_name={NAME}   (changes nothing)")
-    say(f"  a request of your own  curl -H \"Authorization: Bearer $(cat .demo/api_key)\" {url}/v1/models")
+    say(f'  a request of your own  curl -H "Authorization: Bearer $(cat .demo/api_key)" {url}/v1/models')
     say("  remove it              make demo-clean")
     say(f"\nThe {'llama.cpp' if engine == 'llamacpp' else 'simulated'} replica is running and ready.")
 
@@ -189,7 +232,14 @@ def clean() -> int:
     """Remove the demo through remove_replica.yml, then whatever is left of it."""
     inventory = DEMO / "inventory.json"
     if inventory.exists():
-        command = [str(pathlib.Path(sys.executable).parent / "ansible-playbook"), "-i", str(inventory), str(fleet.PLAYBOOKS / "remove_replica.yml"), "-e", f"replica_name={NAME}"]
+        command = [
+            str(pathlib.Path(sys.executable).parent / "ansible-playbook"),
+            "-i",
+            str(inventory),
+            str(fleet.PLAYBOOKS / "remove_replica.yml"),
+            "-e",
+            f"replica_name={NAME}",
+        ]
         subprocess.run(command, cwd=ROOT, env=fleet.ansible_environment(), check=False)
     fleet.Fleet(DEMO, []).remove()
     say("The demo is gone.")

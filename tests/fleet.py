@@ -73,7 +73,9 @@ class Fleet:
             return
         lines = ["driver 580.95.05", "cuda 13000", f'procdir path="{self.processes}" prune=1']
         for index in range(host.gpus):
-            lines.append(f'gpu {index} name="{host.model}" uuid={host.uuid(index)} pci=0000:{0x10 + index:02X}:00.0 total={host.memory_mib}MiB reserved=551MiB cc={host.capability} mig=off')
+            lines.append(
+                f'gpu {index} name="{host.model}" uuid={host.uuid(index)} pci=0000:{0x10 + index:02X}:00.0 total={host.memory_mib}MiB reserved=551MiB cc={host.capability} mig=off'
+            )
         unfinished = path.with_suffix(".new")
         unfinished.write_text("\n".join([*lines, *more]) + "\n", encoding="utf-8")
         unfinished.replace(path)
@@ -87,16 +89,31 @@ class Fleet:
         entries = {}
         for host in self.hosts.values():
             entries[host.name] = {
-                "ansible_connection": "local", "ansible_python_interpreter": sys.executable, "replica_root": str(self.root(host.name)), "replica_address": host.address,
-                "replica_become": False, "replica_service_manager": "supervisor", "replica_module_environment": self.environment(host.name), **dict(host.variables),
+                "ansible_connection": "local",
+                "ansible_python_interpreter": sys.executable,
+                "replica_root": str(self.root(host.name)),
+                "replica_address": host.address,
+                "replica_become": False,
+                "replica_service_manager": "supervisor",
+                "replica_module_environment": self.environment(host.name),
+                **dict(host.variables),
             }
         group = {"hosts": entries, "vars": {"replica_become": False, **self.variables}}
         self.inventory.write_text(json.dumps({"all": {"children": {self.group: group}}}, indent=2), encoding="utf-8")
 
-    def run(self, playbook: str, *arguments: str, extra: dict[str, Any] | None = None, timeout: float = 180, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, playbook: str, *arguments: str, extra: dict[str, Any] | None = None, timeout: float = 180, env: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
         """Run one of the collection's playbooks on the fleet."""
-        command = [str(pathlib.Path(sys.executable).parent / "ansible-playbook"), "-i", str(self.inventory), str(PLAYBOOKS / f"{playbook}.yml"),
-                   "-e", json.dumps({"replica_become": False, **(extra or {})}), *arguments]
+        command = [
+            str(pathlib.Path(sys.executable).parent / "ansible-playbook"),
+            "-i",
+            str(self.inventory),
+            str(PLAYBOOKS / f"{playbook}.yml"),
+            "-e",
+            json.dumps({"replica_become": False, **(extra or {})}),
+            *arguments,
+        ]
         return subprocess.run(command, cwd=ROOT, env={**ansible_environment(), **(env or {})}, capture_output=True, text=True, timeout=timeout, check=False)
 
     def supervisors(self) -> list[int]:
@@ -148,6 +165,8 @@ def _signal(pid: int, number: int) -> None:
 def ansible_environment() -> dict[str, str]:
     """Ansible as a person would run it from the checkout: its ansible.cfg, no colours, nothing of ours in the way."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("ANSIBLE_")}
-    environment.update({"ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"), "ANSIBLE_NOCOLOR": "1", "ANSIBLE_LOCALHOST_WARNING": "False", "PYTHONDONTWRITEBYTECODE": "1"})
+    environment.update(
+        {"ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"), "ANSIBLE_NOCOLOR": "1", "ANSIBLE_LOCALHOST_WARNING": "False", "PYTHONDONTWRITEBYTECODE": "1"}
+    )
     environment["PATH"] = f"{pathlib.Path(sys.executable).parent}{os.pathsep}{environment.get('PATH', '')}"
     return environment

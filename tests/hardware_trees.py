@@ -32,7 +32,12 @@ from typing import Any
 
 ZERO_GID = ":".join(["0000"] * 8)
 PORT = {
-    "state": "4: ACTIVE", "phys_state": "5: LinkUp", "link_layer": "Ethernet", "rate": "400 Gb/sec (4X NDR)", "lid": "0x0", "sm_lid": "0x0",
+    "state": "4: ACTIVE",
+    "phys_state": "5: LinkUp",
+    "link_layer": "Ethernet",
+    "rate": "400 Gb/sec (4X NDR)",
+    "lid": "0x0",
+    "sm_lid": "0x0",
 }
 LIMITS = "%-26s%-21s%-21s%-10s\n" * 3
 
@@ -54,8 +59,18 @@ class HardwareTree:
 
     # ---- sysfs
 
-    def pci(self, bdf: str, *, bridges: list[str] | None = None, host_bridge: str | None = None, numa_node: int = -1, driver: str | None = None,
-            vendor: str = "0x15b3", device: str = "0x1021", physfn: str | None = None) -> pathlib.Path:
+    def pci(
+        self,
+        bdf: str,
+        *,
+        bridges: list[str] | None = None,
+        host_bridge: str | None = None,
+        numa_node: int = -1,
+        driver: str | None = None,
+        vendor: str = "0x15b3",
+        device: str = "0x1021",
+        physfn: str | None = None,
+    ) -> pathlib.Path:
         """A PCI function below a chain of bridges (root port, switch ports ...); the host bridge is that of the first bridge's bus."""
         chain = list(bridges or [])
         first = (chain or [bdf])[0]
@@ -75,9 +90,21 @@ class HardwareTree:
         self._pci[bdf] = path
         return path
 
-    def hca(self, name: str, *, pci: str | None = None, node_type: str | None = "1: CA", node_guid: str | None = None,
-            sys_image_guid: str | None = None, netdevs: list[str] | None = None, ports: dict[int, dict[str, Any]] | None = None,
-            openable: bool = True, uverbs: bool = True, parent: str | None = None, **port: Any) -> pathlib.Path:
+    def hca(
+        self,
+        name: str,
+        *,
+        pci: str | None = None,
+        node_type: str | None = "1: CA",
+        node_guid: str | None = None,
+        sys_image_guid: str | None = None,
+        netdevs: list[str] | None = None,
+        ports: dict[int, dict[str, Any]] | None = None,
+        openable: bool = True,
+        uverbs: bool = True,
+        parent: str | None = None,
+        **port: Any,
+    ) -> pathlib.Path:
         """An RDMA device. Keywords that are no argument describe port 1: those of PORT, `gids` [[index, gid, type, netdev]], `gid_tbl_len`.
 
         A value of None leaves the file out. `uverbs=False`: the device has no verbs device; `openable=False`: its node is not in dev.
@@ -125,8 +152,21 @@ class HardwareTree:
         if openable:
             write(self.dev / "infiniband" / uverbs, "")
 
-    def interface(self, name: str, addresses: list[str] | None = None, *, pci: str | None = None, up: bool = True, carrier: bool = True, mtu: int = 9000,
-                  kind: str | None = None, vlan: int | None = None, master: str | None = None, link_type: str = "ether", speed: int | None = None) -> None:
+    def interface(
+        self,
+        name: str,
+        addresses: list[str] | None = None,
+        *,
+        pci: str | None = None,
+        up: bool = True,
+        carrier: bool = True,
+        mtu: int = 9000,
+        kind: str | None = None,
+        vlan: int | None = None,
+        master: str | None = None,
+        link_type: str = "ether",
+        speed: int | None = None,
+    ) -> None:
         """A network interface: its place in sysfs and its entries in the recorded `ip` output. `kind` is iproute2's info_kind (bond, vlan ...)."""
         base = self._pci[pci] if pci else self.sysfs / "devices/virtual"
         path = base / "net" / name
@@ -167,8 +207,20 @@ class HardwareTree:
 
     def process_limits(self, memlock: int | str, nofile: int | str = 1048576, pid: str = "self", soft: int | str | None = None) -> None:
         """/proc/PID/limits with these hard limits; soft ones are the same unless given."""
-        rows = ("Limit", "Soft Limit", "Hard Limit", "Units", "Max open files", soft or nofile, nofile, "files",
-                "Max locked memory", soft or memlock, memlock, "bytes")
+        rows = (
+            "Limit",
+            "Soft Limit",
+            "Hard Limit",
+            "Units",
+            "Max open files",
+            soft or nofile,
+            nofile,
+            "files",
+            "Max locked memory",
+            soft or memlock,
+            memlock,
+            "bytes",
+        )
         write(self.proc / pid / "limits", LIMITS % rows)
 
     def meminfo(self, **kib: int) -> None:

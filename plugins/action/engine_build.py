@@ -16,8 +16,12 @@ from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import F
 
 display = Display()
 ARGUMENTS: dict[str, t.Any] = {
-    "engine": {"type": "str", "required": True}, "name": {"type": "str", "default": "default"}, "path": {"type": "str"}, "env": {"type": "dict", "default": {}},
-    "state": {"type": "str", "choices": ["present", "absent"], "default": "present"}, "replica_root": {"type": "str", "default": "/"},
+    "engine": {"type": "str", "required": True},
+    "name": {"type": "str", "default": "default"},
+    "path": {"type": "str"},
+    "env": {"type": "dict", "default": {}},
+    "state": {"type": "str", "choices": ["present", "absent"], "default": "present"},
+    "replica_root": {"type": "str", "default": "/"},
 }
 
 
@@ -34,10 +38,18 @@ class ActionModule(ActionBase):
             raise AnsibleActionFail(report(findings.faults, "The build cannot be registered"))
         if not adapter.needs_build:
             raise AnsibleActionFail("engine %s needs no build: it is part of the collection" % adapter.name)
-        more = {"programs": list(adapter.programs), "optional_programs": list(adapter.optional_programs), "version_args": list(adapter.version_args),
-                "devices_args": list(adapter.devices_args) or None}
+        more = {
+            "programs": list(adapter.programs),
+            "optional_programs": list(adapter.optional_programs),
+            "version_args": list(adapter.version_args),
+            "devices_args": list(adapter.devices_args) or None,
+        }
         arguments = {key: hostvars.plain(value) for key, value in arguments.items() if not hostvars.text(value) is None}
-        result = dict(self._execute_module(module_name="rankzero.inference.engine_build", module_args={**arguments, "engine": adapter.name, "adapter": more}, task_vars=task_vars))
+        result = dict(
+            self._execute_module(
+                module_name="rankzero.inference.engine_build", module_args={**arguments, "engine": adapter.name, "adapter": more}, task_vars=task_vars
+            )
+        )
         if result.get("build"):
             display.display(self._seen(str((task_vars or {}).get("inventory_hostname")), result["build"]))
         return result
@@ -46,5 +58,9 @@ class ActionModule(ActionBase):
     def _seen(host: str, build: t.Mapping[str, t.Any]) -> str:
         """One line about what the build is, and what it sees on the host."""
         devices = build.get("devices")
-        seen = "is not asked for devices" if devices is None else "sees %s" % (", ".join("%s %s" % (device["name"], device["description"]) for device in devices) or "no devices: CPU only")
+        seen = (
+            "is not asked for devices"
+            if devices is None
+            else "sees %s" % (", ".join("%s %s" % (device["name"], device["description"]) for device in devices) or "no devices: CPU only")
+        )
         return "[%s] %s build %s: version %s, fingerprint %s, %s" % (host, build["engine"], build["name"], build["version"], build["fingerprint"], seen)

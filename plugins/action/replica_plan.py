@@ -22,7 +22,16 @@ from ansible_collections.rankzero.inference.plugins.plugin_utils.render import s
 from ansible_collections.rankzero.inference.plugins.plugin_utils.tables import plan_text
 
 display = Display()
-OPTIONS = ("replica_fabric", "replica_fabrics", "replica_leader", "replica_http_port", "replica_http_host", "replica_leader_port", "replica_tie_port", "replica_silent_seconds")
+OPTIONS = (
+    "replica_fabric",
+    "replica_fabrics",
+    "replica_leader",
+    "replica_http_port",
+    "replica_http_host",
+    "replica_leader_port",
+    "replica_tie_port",
+    "replica_silent_seconds",
+)
 ARGUMENTS: dict[str, t.Any] = {
     "replica": {"type": "raw"},
     "profile": {"type": "raw"},
@@ -60,9 +69,14 @@ class ActionModule(ActionBase):
         key = secrets.check(hostvars.plain(arguments["api_key"]), findings)
         played = [str(host) for host in task_vars.get("ansible_play_hosts_all") or ()]
         request = Request(
-            replica=replica, profile=hostvars.plain(arguments["profile"]), profiles=hostvars.plain(arguments["profiles"]),
-            hosts=tuple(self._host(host, task_vars, arguments["recorded"]) for host in played), absent_hosts=self._absent(arguments, task_vars),
-            options=hostvars.plain(arguments["options"]), key_digest=secrets.digest(key, str(replica)) if key else None, program_hashes=self._hashes(arguments),
+            replica=replica,
+            profile=hostvars.plain(arguments["profile"]),
+            profiles=hostvars.plain(arguments["profiles"]),
+            hosts=tuple(self._host(host, task_vars, arguments["recorded"]) for host in played),
+            absent_hosts=self._absent(arguments, task_vars),
+            options=hostvars.plain(arguments["options"]),
+            key_digest=secrets.digest(key, str(replica)) if key else None,
+            program_hashes=self._hashes(arguments),
         )
         plan = build_plan(request)
         if findings.faults:
@@ -75,7 +89,11 @@ class ActionModule(ActionBase):
     def _compare(plan: dict[str, t.Any], request: Request) -> None:
         """Say for every rank what is not yet as planned, so that ranks which depend on each other change together."""
         templates = {name: collection_files.template(name) for name in collection_files.TEMPLATES}
-        records = {host.name: host.facts["shards"].get(plan["replica"]) for host in request.hosts if isinstance(host.facts, t.Mapping) and isinstance(host.facts.get("shards"), t.Mapping)}
+        records = {
+            host.name: host.facts["shards"].get(plan["replica"])
+            for host in request.hosts
+            if isinstance(host.facts, t.Mapping) and isinstance(host.facts.get("shards"), t.Mapping)
+        }
         own = {}
         for host, shard in plan["shards"].items():
             programs = {name: collection_files.program(name) for name in [collection_files.SUPERVISOR_PROGRAM, *shard["program_files"]]}
@@ -96,9 +114,14 @@ class ActionModule(ActionBase):
         variables = task_vars["hostvars"][host]
         facts = hostvars.facts_of(hostvars.raw_variables(task_vars, host), recorded)
         return HostInput(
-            name=host, facts=hostvars.plain(facts) if isinstance(facts, t.Mapping) else facts, root=hostvars.text(variables.get("replica_root")) or "/", user=hostvars.text(variables.get("replica_user")),
-            service_manager=hostvars.text(variables.get("replica_service_manager")), address=hostvars.text(variables.get("replica_address")),
-            management=hostvars.text(variables.get("replica_management")), rank=hostvars.plain(variables.get("replica_rank")),
+            name=host,
+            facts=hostvars.plain(facts) if isinstance(facts, t.Mapping) else facts,
+            root=hostvars.text(variables.get("replica_root")) or "/",
+            user=hostvars.text(variables.get("replica_user")),
+            service_manager=hostvars.text(variables.get("replica_service_manager")),
+            address=hostvars.text(variables.get("replica_address")),
+            management=hostvars.text(variables.get("replica_management")),
+            rank=hostvars.plain(variables.get("replica_rank")),
             sysfs_root=hostvars.text(variables.get("replica_sysfs_root")) or "/sys",
         )
 
@@ -115,11 +138,20 @@ class ActionModule(ActionBase):
     def _warn_about_forks(plan: dict[str, t.Any], task_vars: t.Any) -> None:
         forks = task_vars.get("ansible_forks")
         if isinstance(forks, int) and forks < len(plan["shards"]):
-            plan["warnings"].append(Fault(None, None, "forks", str(forks), "at least %d, one for each rank" % len(plan["shards"]), "The wait still works, but progress lines of some ranks come late.").as_dict())
+            plan["warnings"].append(
+                Fault(
+                    None,
+                    None,
+                    "forks",
+                    str(forks),
+                    "at least %d, one for each rank" % len(plan["shards"]),
+                    "The wait still works, but progress lines of some ranks come late.",
+                ).as_dict()
+            )
 
     def _write(self, path: str, plan: dict[str, t.Any]) -> None:
         """The plan as JSON on the controller, also when it was refused, also in check mode: it is the output that was asked for."""
-        target = pathlib.Path(os.path.abspath(os.path.expanduser(path)))      # relative to where ansible-playbook was started, as any command's output
+        target = pathlib.Path(os.path.abspath(os.path.expanduser(path)))  # relative to where ansible-playbook was started, as any command's output
         try:
             unfinished = target.with_name(target.name + ".new")
             unfinished.write_text(json.dumps(plan, indent=2, sort_keys=True) + "\n", encoding="utf-8")

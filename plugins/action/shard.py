@@ -36,7 +36,10 @@ class ActionModule(ActionBase):
         super().run(tmp, task_vars)
         _result, arguments = self.validate_argument_spec(argument_spec=ARGUMENTS)
         if not traces.is_name(str(arguments["replica"])):
-            raise AnsibleActionFail("replica: %r is no name of a replica: 1 to 40 lower-case letters, digits and -, beginning and ending with a letter or digit" % str(arguments["replica"]))
+            raise AnsibleActionFail(
+                "replica: %r is no name of a replica: 1 to 40 lower-case letters, digits and -, beginning and ending with a letter or digit"
+                % str(arguments["replica"])
+            )
         facts = hostvars.facts_of(task_vars or {})
         record = ((facts or {}).get("shards") or {}).get(arguments["replica"]) if isinstance(facts, t.Mapping) else None
         self._arguments, self._facts, self._record, self._task_vars = arguments, facts or {}, record, task_vars
@@ -55,8 +58,14 @@ class ActionModule(ActionBase):
         if not reasons or (own in ([], [convergence.UNPROVEN]) and not converge["restart"]):
             return {"changed": bool(reasons), "actions": [], "reasons": reasons, "revision": shard["fingerprint"], "remote_calls": 0}
         result = self._call(
-            fingerprint=shard["fingerprint"], files=dict(rendered.files), unit_name=rendered.unit_name, manager=shard["service_manager"], user=shard["user"],
-            supervisord=self._supervisord(), secrets=self._secrets(shard), force_restart=converge["restart"],
+            fingerprint=shard["fingerprint"],
+            files=dict(rendered.files),
+            unit_name=rendered.unit_name,
+            manager=shard["service_manager"],
+            user=shard["user"],
+            supervisord=self._supervisord(),
+            secrets=self._secrets(shard),
+            force_restart=converge["restart"],
         )
         result["reasons"] = reasons
         if not result.get("failed"):
@@ -142,7 +151,13 @@ class ActionModule(ActionBase):
 
     def _call(self, state: str = "present", secrets: dict[str, str] | None = None, **revision: t.Any) -> dict[str, t.Any]:
         """The one remote call."""
-        module_arguments = {"state": state, "replica": str(self._arguments["replica"]), "replica_root": str(self._arguments["replica_root"]), "revision": revision, "secrets": secrets}
+        module_arguments = {
+            "state": state,
+            "replica": str(self._arguments["replica"]),
+            "replica_root": str(self._arguments["replica_root"]),
+            "revision": revision,
+            "secrets": secrets,
+        }
         result = dict(self._execute_module(module_name="rankzero.inference.shard", module_args=module_arguments, task_vars=self._task_vars))
         result["remote_calls"] = 1
         return result

@@ -176,8 +176,15 @@ class ActionModule(ActionBase):  # type: ignore[misc]
                 return _gave_up(options, host, culprit, known["since_stage"], progress)
             left = (budget if budget is not None else DEFAULT_BUDGET_SECONDS) - (time.time() - started)
             try:
-                answer = self._ask(options, task_vars, {**known, "hold_seconds": self._hold(options, known, board, left, progress.seconds),
-                                                        "leader_serving": self._leader_serving(options, task_vars, hosts, board)})
+                answer = self._ask(
+                    options,
+                    task_vars,
+                    {
+                        **known,
+                        "hold_seconds": self._hold(options, known, board, left, progress.seconds),
+                        "leader_serving": self._leader_serving(options, task_vars, hosts, board),
+                    },
+                )
                 lost = 0
             except AnsibleConnectionFailure:
                 lost += 1
@@ -198,8 +205,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
                 return answer
             if verdict["failed"] or time.time() - started >= budget:
                 return _failed(options, host, answer, known["since_stage"], budget)
-            known = {"since_stage": verdict["stage"], "run_id": known["run_id"] or answer["run_id"],
-                     "serving_since": answer["serving_since"]}
+            known = {"since_stage": verdict["stage"], "run_id": known["run_id"] or answer["run_id"], "serving_since": answer["serving_since"]}
 
     def _ask(self, options: dict[str, Any], task_vars: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
         arguments = {name: options[name] for name in TO_MODULE}
@@ -239,7 +245,9 @@ def _failed(options: dict[str, Any], host: str, answer: dict[str, Any], stage: s
     lines += ["  log:"] + [f"    {line}" for line in verdict["log_lines"]] if verdict["log_lines"] else []
     if options["log_file"]:
         answer.pop("log_command", None)
-        lines.append(f"  next:   read {os.path.abspath(os.path.expanduser(options['log_file']))} on the controller: the last lines of its log, which goes as the first deploy is undone")
+        lines.append(
+            f"  next:   read {os.path.abspath(os.path.expanduser(options['log_file']))} on the controller: the last lines of its log, which goes as the first deploy is undone"
+        )
     else:
         lines.append(f"  next:   on {host}: {answer['log_command']}")
         lines.append(f"          ansible-playbook rankzero.inference.diagnose -e replica_name={options['replica']}")
@@ -250,13 +258,21 @@ def _failed(options: dict[str, Any], host: str, answer: dict[str, Any], stage: s
 def _gave_up(options: dict[str, Any], host: str, culprit: dict[str, Any], stage: str | None, progress: Progress) -> dict[str, Any]:
     told = f"gave up: rank {culprit['rank']} ({culprit['host']}) failed: {culprit['reason']}"
     progress.update("gave up", f"rank {culprit['rank']} ({culprit['host']}) failed", 0)
-    return {"changed": False, "failed": True, "ready": False, "stage": stage, "gave_up": culprit, "seconds": progress.seconds, "stages": progress.stages,
-            "msg": f"[{options['replica']}] rank {options['rank']} on {host} {told}"}
+    return {
+        "changed": False,
+        "failed": True,
+        "ready": False,
+        "stage": stage,
+        "gave_up": culprit,
+        "seconds": progress.seconds,
+        "stages": progress.stages,
+        "msg": f"[{options['replica']}] rank {options['rank']} on {host} {told}",
+    }
 
 
 def _shorten(text: str | None) -> str:
     flat = " ".join((text or "").split())
-    return flat if len(flat) <= TEXT_LIMIT else flat[:TEXT_LIMIT - 1] + "…"
+    return flat if len(flat) <= TEXT_LIMIT else flat[: TEXT_LIMIT - 1] + "…"
 
 
 def _digest(text: str) -> str:

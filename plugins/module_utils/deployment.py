@@ -40,7 +40,7 @@ class Deployment:
         self.run_command = run_command
         self.actions: t.List[str] = []
         self.diffs: t.List[t.Dict[str, str]] = []
-        self.verified: t.Dict[str, t.Optional[bool]] = {}      # after a removal: gpu_memory, ports, processes, files; None: cannot be asked
+        self.verified: t.Dict[str, t.Optional[bool]] = {}  # after a removal: gpu_memory, ports, processes, files; None: cannot be asked
         self.notes: t.List[str] = []
         self.last_log: t.List[str] = []
 
@@ -48,7 +48,10 @@ class Deployment:
 
     def _managers(self) -> t.List[Manager]:
         """Both, for finding out what is there."""
-        return [Systemd(self.replica, self.run_command), Supervisor(self.revisions.directory, self.revisions.state_dir, self.params.get("supervisord"), self.run_command)]
+        return [
+            Systemd(self.replica, self.run_command),
+            Supervisor(self.revisions.directory, self.revisions.state_dir, self.params.get("supervisord"), self.run_command),
+        ]
 
     def _manager(self, name: str) -> Manager:
         return next(manager for manager in self._managers() if manager.name == name)
@@ -94,7 +97,9 @@ class Deployment:
             self._act("stop and remove the service of %s" % other.name, lambda: self._retire(other))
         installed = manager.read() == unit
         switched = self.revisions.linked("current") != fingerprint
-        running = manager.active() and self.revisions.state().get("fingerprint") == fingerprint and self.revisions.state().get("stage") not in ("stopped", "failed")
+        running = (
+            manager.active() and self.revisions.state().get("fingerprint") == fingerprint and self.revisions.state().get("stage") not in ("stopped", "failed")
+        )
         if not (written or switched or not installed or not running or self.params.get("force_restart")):
             return
         if not self.check:
@@ -108,7 +113,7 @@ class Deployment:
         if not installed:
             self._act("install %s" % manager.path, lambda: manager.install(unit))
         elif not self.check:
-            manager.install(unit)           # finishes what an interrupted run has begun
+            manager.install(unit)  # finishes what an interrupted run has begun
         self._act("restart the service (%s)" % manager.name, manager.restart)
 
     def _unit_name(self, manager: Manager) -> str:
@@ -147,7 +152,9 @@ class Deployment:
             raise DeploymentError("%r is no name of a replica, so nothing was removed" % self.replica)
         mounts = teardown.mounts_below(self.revisions.present())
         if mounts:
-            raise DeploymentError("%s is a mount point below the replica's directories, so nothing was stopped or removed: unmount it first" % ", ".join(mounts))
+            raise DeploymentError(
+                "%s is a mount point below the replica's directories, so nothing was stopped or removed: unmount it first" % ", ".join(mounts)
+            )
         before = teardown.look(self.revisions)
         self._end_service()
         left = self._marked()
@@ -176,8 +183,12 @@ class Deployment:
             self._act("remove %s" % link, functools.partial(os.unlink, link))
 
     def _verify_gone(self, before: teardown.Before) -> None:
-        findings = teardown.wait(self.revisions, before, lambda: traces.unit_of(self.revisions, service_managers.UNIT_DIR),
-                                 float(self.params.get("verify_seconds") or teardown.GONE_SECONDS))
+        findings = teardown.wait(
+            self.revisions,
+            before,
+            lambda: traces.unit_of(self.revisions, service_managers.UNIT_DIR),
+            float(self.params.get("verify_seconds") or teardown.GONE_SECONDS),
+        )
         self.verified = {name: findings[name].gone for name in ("gpu_memory", "ports", "processes", "files")}
         self.notes += ["%s: %s" % (name, found.text) for name, found in sorted(findings.items()) if found.gone is not False and found.text]
         left = [found.text for _name, found in sorted(findings.items()) if found.gone is False]
@@ -194,7 +205,7 @@ class Deployment:
                 try:
                     os.kill(pid, signal_number)
                 except (ProcessLookupError, PermissionError):
-                    pass                    # gone, or another user's: what is left is told below
+                    pass  # gone, or another user's: what is left is told below
             deadline = time.monotonic() + seconds
             while self._marked() and time.monotonic() < deadline:
                 time.sleep(0.1)

@@ -33,7 +33,7 @@ def read(replica_root: str) -> dict[str, list[Facts]]:
 def read_build(path: str) -> tuple[str, Facts]:
     """`(engine, build)` of one file. The file's own `engine` and `name` count; a damaged file is listed under what its name says."""
     content, problem = small_files.read_json(path)
-    engine, _dash, name = os.path.basename(path)[:-len(".json")].partition("-")
+    engine, _dash, name = os.path.basename(path)[: -len(".json")].partition("-")
     record = content or {}
     build: Facts = {"name": text(record.get("name")) or name or engine, "path": text(record.get("path"))}
     build.update({field: record.get(field) for field in FIELDS})

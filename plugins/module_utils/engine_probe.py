@@ -17,14 +17,14 @@ from typing import Any
 
 RunCommand = Callable[..., tuple[int, str, str]]
 _VERSION = re.compile(r"\bversion:?\s+v?([0-9][^\s,]*)", re.IGNORECASE)
-_BARE_VERSION = re.compile(r"^v?([0-9]+\.[0-9][^\s,]*)\s*$", re.MULTILINE)      # all that vllm --version prints
+_BARE_VERSION = re.compile(r"^v?([0-9]+\.[0-9][^\s,]*)\s*$", re.MULTILINE)  # all that vllm --version prints
 _DEVICE = re.compile(r"^\s+([A-Za-z]+[0-9]*): (.*?)(?: \((\d+) MiB, (\d+) MiB free\))?\s*$")
 _LIBRARY = re.compile(r"\.so(\.[0-9]+)*$")
-ANSWER_SECONDS = 120        # a driver that wakes up many GPUs takes its time; a program that serves instead of answering takes for ever
+ANSWER_SECONDS = 120  # a driver that wakes up many GPUs takes its time; a program that serves instead of answering takes for ever
 CLEAN_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
-TIMED_OUT = 124             # timeout(1)
+TIMED_OUT = 124  # timeout(1)
 
 
 class ProbeError(Exception):
@@ -47,8 +47,19 @@ def find_programs(path: str, names: Sequence[str], optional: Sequence[str]) -> d
 
 def ask(run_command: RunCommand, program: str, args: Sequence[str], env: Mapping[str, str]) -> tuple[str, str]:
     """(stdout, stderr) of a program that must end with 0."""
-    words = ["timeout", "--kill-after=5", str(ANSWER_SECONDS), "env", "-i", "PATH=" + CLEAN_PATH, "LANG=C.UTF-8", "HOME=/nonexistent",
-             *("%s=%s" % item for item in sorted(env.items())), program, *args]
+    words = [
+        "timeout",
+        "--kill-after=5",
+        str(ANSWER_SECONDS),
+        "env",
+        "-i",
+        "PATH=" + CLEAN_PATH,
+        "LANG=C.UTF-8",
+        "HOME=/nonexistent",
+        *("%s=%s" % item for item in sorted(env.items())),
+        program,
+        *args,
+    ]
     rc, out, err = run_command(words, cwd="/", expand_user_and_vars=False)
     if rc == 0:
         return out, err
@@ -91,7 +102,7 @@ def fingerprint(programs: Mapping[str, str]) -> str:
         digest = seen.get((status.st_dev, status.st_ino)) or _file_digest(path)
         seen[(status.st_dev, status.st_ino)] = digest
         lines.append("%s %s\n" % (os.path.basename(path), digest))
-    return hashlib.sha256("".join(sorted(lines)).encode("utf-8", "surrogateescape")).hexdigest()[:16]     # not by directory: hosts may differ in that
+    return hashlib.sha256("".join(sorted(lines)).encode("utf-8", "surrogateescape")).hexdigest()[:16]  # not by directory: hosts may differ in that
 
 
 def _file_digest(path: str) -> str:

@@ -52,8 +52,13 @@ RESTART_SECONDS = 10
 
 LOG_LINES = 8
 
-_BEFORE_ENGINE = {"starting": "the service is starting", "waiting": "waiting", "sidecars": "starting the sidecars", "tying": "waiting for the other ranks",
-                  "restarting": "starting again"}
+_BEFORE_ENGINE = {
+    "starting": "the service is starting",
+    "waiting": "waiting",
+    "sidecars": "starting the sidecars",
+    "tying": "waiting for the other ranks",
+    "restarting": "starting again",
+}
 _GATE_STAGES = {"tying": "joining", "restarting": "starting"}
 _HEALS = frozenset({"tie", "stop"})
 """Kinds of ends that are no fault of what runs: a rank was lost, or asked to stop. The ranks start again together when it is back."""
@@ -101,9 +106,14 @@ def _verdict(observation: Map, evidence: dict[str, Any], found: Finding) -> dict
     telling = _telling(observation.get("log") or [], found.log) if failed else None
     named = telling if telling is not None and telling["cause"] else {"cause": found.cause, "hint": found.hint}
     return {
-        "stage": found.stage, "ready": found.stage == "ready", "failed": failed,
+        "stage": found.stage,
+        "ready": found.stage == "ready",
+        "failed": failed,
         "serving": bool((evidence["http"] or {}).get("serving")),
-        "reason": found.reason, "cause": named["cause"], "hint": named["hint"] or found.hint, "detail": found.detail,
+        "reason": found.reason,
+        "cause": named["cause"],
+        "hint": named["hint"] or found.hint,
+        "detail": found.detail,
         "evidence": evidence,
         "log_lines": _log_lines(observation.get("log") or [], telling) if failed and (telling or found.log == "all") else [],
     }
@@ -121,7 +131,7 @@ def _log_lines(lines: Sequence[str], telling: Map | None) -> list[str]:
     last = [log_signatures.clean(line) for line in lines[-LOG_LINES:]]
     if telling is None:
         return last
-    return [telling["line"]] + [line for line in last[1 - LOG_LINES:] if line != telling["line"]]
+    return [telling["line"]] + [line for line in last[1 - LOG_LINES :] if line != telling["line"]]
 
 
 # ---------------------------------------------------------------------------------------------------------------- evidence
@@ -156,10 +166,14 @@ def weigh_gpu(assigned: Map, seen: Map | None) -> dict[str, Any]:
     held, by = _held(ours, foreign, seen)
     expected = assigned.get("expected_mib") or 1
     return {
-        "uuid": assigned["uuid"], "index": assigned.get("index"), "held_mib": held, "expected_mib": expected,
+        "uuid": assigned["uuid"],
+        "index": assigned.get("index"),
+        "held_mib": held,
+        "expected_mib": expected,
         "pids": [process["pid"] for process in ours],
         "foreign": [{key: process.get(key) for key in ("pid", "name", "user", "used_mib", "shard")} for process in foreign],
-        "by": by, "enough": held is not None and held >= expected,
+        "by": by,
+        "enough": held is not None and held >= expected,
     }
 
 
@@ -197,8 +211,14 @@ def wrong_gpus(assigned: Sequence[Map], seen: Sequence[Map]) -> list[dict[str, A
         is_parent = gpu.get("pci_bdf") in around and not _is_instance(gpu)
         if ours and gpu["uuid"] not in uuids and not is_parent:
             known = [process["used_mib"] for process in ours if process["used_mib"] is not None]
-            wrong.append({"uuid": gpu["uuid"], "index": gpu.get("index"), "held_mib": sum(known) if len(known) == len(ours) else None,
-                          "pids": [process["pid"] for process in ours]})
+            wrong.append(
+                {
+                    "uuid": gpu["uuid"],
+                    "index": gpu.get("index"),
+                    "held_mib": sum(known) if len(known) == len(ours) else None,
+                    "pids": [process["pid"] for process in ours],
+                }
+            )
     return wrong
 
 
@@ -219,9 +239,15 @@ def weigh_http(ready: Map, http: Map | None) -> dict[str, Any]:
     health = http.get("health") or {}
     names = model_names((http.get("models") or {}).get("json"))
     told: dict[str, Any] = {
-        "url": ready.get("url"), "health": health.get("status"), "models": names,
-        "key": (http.get("unauthenticated") or {}).get("status"), "generation": (http.get("generation") or {}).get("status"),
-        "serving": False, "ok": False, "final": False, "loading": health.get("error") == "loading" and ready.get("warmup_503", True),
+        "url": ready.get("url"),
+        "health": health.get("status"),
+        "models": names,
+        "key": (http.get("unauthenticated") or {}).get("status"),
+        "generation": (http.get("generation") or {}).get("status"),
+        "serving": False,
+        "ok": False,
+        "final": False,
+        "loading": health.get("error") == "loading" and ready.get("warmup_503", True),
     }
     problem = _health_problem(ready, health)
     if problem is None:
@@ -252,9 +278,15 @@ def _stranger(ready: Map, http: Map) -> Problem | None:
     listener = http.get("listener")
     if not listener or listener["ours"]:
         return None
-    return Problem("a different server answers at %s: process %d (%s, user %s) has the port, not this shard" % (
-        ready.get("url"), listener["pid"], log_signatures.clean(listener.get("name") or "unknown", limit=60),
-        log_signatures.clean(listener.get("user") or "unknown", limit=40)))
+    return Problem(
+        "a different server answers at %s: process %d (%s, user %s) has the port, not this shard"
+        % (
+            ready.get("url"),
+            listener["pid"],
+            log_signatures.clean(listener.get("name") or "unknown", limit=60),
+            log_signatures.clean(listener.get("user") or "unknown", limit=40),
+        )
+    )
 
 
 def _models_problem(ready: Map, http: Map, names: Sequence[str] | None) -> Problem | None:
@@ -341,12 +373,19 @@ def _server(answer: Map) -> str:
 def _mismatch(observation: Map) -> Finding | None:
     launch, wanted = observation.get("launch"), observation.get("wanted") or {}
     if not launch:
-        return Finding("failed", "no revision of this replica is deployed on this host", detail=observation.get("launch_problem"),
-                       hint="Deploy the replica first; without become, files of another user cannot be read.")
+        return Finding(
+            "failed",
+            "no revision of this replica is deployed on this host",
+            detail=observation.get("launch_problem"),
+            hint="Deploy the replica first; without become, files of another user cannot be read.",
+        )
     for key, word in (("fingerprint", "revision"), ("rank", "rank")):
         if wanted.get(key) is not None and launch.get(key) != wanted[key]:
-            return Finding("failed", f"the {word} on this host is {launch.get(key)}, the plan wants {wanted[key]}",
-                           hint="Another run has changed this host meanwhile: run the deployment again.")
+            return Finding(
+                "failed",
+                f"the {word} on this host is {launch.get(key)}, the plan wants {wanted[key]}",
+                hint="Another run has changed this host meanwhile: run the deployment again.",
+            )
     return None
 
 
@@ -376,7 +415,7 @@ def _began_elsewhere(state: Map) -> bool:
     """Whether the last run ended for another rank's sake, or heals: then our launches were ended by us, and the rank it began with tells why."""
     last = state.get("last_end") or {}
     if state.get("own_end"):
-        return False        # an engine here ended by itself, too
+        return False  # an engine here ended by itself, too
     return last.get("rank") not in (None, state.get("rank")) or last.get("kind") in _HEALS
 
 
@@ -433,8 +472,13 @@ def _restarted(observation: Map) -> Finding | None:
         return None
     last = state.get("last_end") or {}
     known = log_signatures.cause_of_end(last.get("code"), last.get("signal")) or {}
-    return Finding("failed", f"the shard does not stay up: the run before this one ended{_because(last.get('reason'))}", log="all",
-                   cause=_last_cause(state), hint=known.get("hint"))
+    return Finding(
+        "failed",
+        f"the shard does not stay up: the run before this one ended{_because(last.get('reason'))}",
+        log="all",
+        cause=_last_cause(state),
+        hint=known.get("hint"),
+    )
 
 
 def _was_there_before(observation: Map) -> bool:
@@ -456,9 +500,12 @@ def _wrong_gpu(evidence: Map) -> Finding | None:
     if not evidence["wrong_gpus"]:
         return None
     named = " and ".join("%s (%s)" % (_name(gpu), _mib(gpu["held_mib"])) for gpu in evidence["wrong_gpus"])
-    return Finding("failed", f"the shard holds memory on the wrong GPU: {named} was not assigned to it",
-                   detail=_assigned_in_words(evidence),
-                   hint="Check that nothing overrides CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER, in the profile's env or in the engine build.")
+    return Finding(
+        "failed",
+        f"the shard holds memory on the wrong GPU: {named} was not assigned to it",
+        detail=_assigned_in_words(evidence),
+        hint="Check that nothing overrides CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER, in the profile's env or in the engine build.",
+    )
 
 
 def _progress(observation: Map, evidence: Map) -> Finding:
@@ -470,7 +517,11 @@ def _progress(observation: Map, evidence: Map) -> Finding:
         return Finding("starting", f"the run before is being stopped{_because(state.get('detail'))}")
     if stage != "running":
         word = _BEFORE_ENGINE.get(str(stage), str(stage))
-        return Finding(_GATE_STAGES.get(str(stage), str(stage)) if stage in _BEFORE_ENGINE else "starting", word + _because(state.get("detail")), detail=state.get("detail"))
+        return Finding(
+            _GATE_STAGES.get(str(stage), str(stage)) if stage in _BEFORE_ENGINE else "starting",
+            word + _because(state.get("detail")),
+            detail=state.get("detail"),
+        )
     http = evidence["http"]
     if http is not None:
         return _leader(observation, evidence, http)
@@ -536,8 +587,12 @@ def _missing_proof(observation: Map, evidence: Map) -> Finding | None:
     """The first proof that is missing on a rank that should hold its shard by now, as the failure that it will be."""
     if evidence["connected"] is False:
         port = observation["launch"]["ready"].get("accepts_on_port")
-        return Finding("failed", f"the leader serves without this rank: it has no connection to port {port} here", detail=_holding_in_words(evidence),
-                       hint="The leader could not reach this rank, or its build has another version (llama.cpp#26392): see the leader's first log lines.")
+        return Finding(
+            "failed",
+            f"the leader serves without this rank: it has no connection to port {port} here",
+            detail=_holding_in_words(evidence),
+            hint="The leader could not reach this rank, or its build has another version (llama.cpp#26392): see the leader's first log lines.",
+        )
     if evidence["judged_without_gpu"]:
         return None
     gpus = evidence["gpus"]
@@ -555,19 +610,26 @@ def _missing_proof(observation: Map, evidence: Map) -> Finding | None:
 
 def _no_driver(observation: Map) -> Finding:
     driver = observation.get("driver") or {}
-    return Finding("failed", "the GPUs cannot be asked what they hold (%s)" % (driver.get("state") or "unknown"),
-                   detail=log_signatures.clean(driver.get("message") or "", limit=200) or None,
-                   hint="Without the driver's answer nothing is proven; run nvidia-smi on the host.")
+    return Finding(
+        "failed",
+        "the GPUs cannot be asked what they hold (%s)" % (driver.get("state") or "unknown"),
+        detail=log_signatures.clean(driver.get("message") or "", limit=200) or None,
+        hint="Without the driver's answer nothing is proven; run nvidia-smi on the host.",
+    )
 
 
 def _on_the_cpu(observation: Map, evidence: Map) -> Finding:
     count = len(evidence["gpus"])
     where = "any of its %d GPUs" % count if count > 1 else "its GPU"
     holders = _foreign_in_words(evidence["gpus"])
-    return Finding("failed", f"the engine serves, but no process of this shard holds memory on {where}: it runs on the CPU{holders}",
-                   detail=_devices_in_words(observation.get("devices")),
-                   cause="The engine goes on with the CPU when it finds no GPU." if observation["launch"]["ready"].get("falls_back_to_cpu") else None,
-                   log="gpu", hint="Use an engine build for this GPU; its device list is in the detail.")
+    return Finding(
+        "failed",
+        f"the engine serves, but no process of this shard holds memory on {where}: it runs on the CPU{holders}",
+        detail=_devices_in_words(observation.get("devices")),
+        cause="The engine goes on with the CPU when it finds no GPU." if observation["launch"]["ready"].get("falls_back_to_cpu") else None,
+        log="gpu",
+        hint="Use an engine build for this GPU; its device list is in the detail.",
+    )
 
 
 def _short_in_words(gpu: Map) -> str:
@@ -590,11 +652,19 @@ def _hint_for(short: Sequence[Map]) -> str:
 
 
 def _foreign_in_words(gpus: Sequence[Map]) -> str:
-    holders = ["%s by process %d (%s, user %s%s, %s)" % (_name(gpu), other["pid"], log_signatures.clean(other["name"] or "unknown", limit=60),
-                                                       log_signatures.clean(other["user"] or "unknown", limit=40),
-                                                       ", shard %s" % (log_signatures.clean(other["shard"], limit=80)) if other.get("shard") else "",
-                                                       _mib(other["used_mib"]))
-               for gpu in gpus for other in gpu["foreign"]]
+    holders = [
+        "%s by process %d (%s, user %s%s, %s)"
+        % (
+            _name(gpu),
+            other["pid"],
+            log_signatures.clean(other["name"] or "unknown", limit=60),
+            log_signatures.clean(other["user"] or "unknown", limit=40),
+            ", shard %s" % (log_signatures.clean(other["shard"], limit=80)) if other.get("shard") else "",
+            _mib(other["used_mib"]),
+        )
+        for gpu in gpus
+        for other in gpu["foreign"]
+    ]
     return "; held: %s" % (", ".join(holders[:6])) if holders else ""
 
 

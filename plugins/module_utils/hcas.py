@@ -60,6 +60,7 @@ def read(sysfs_root: str, dev_root: str, interfaces: Iterable[Facts]) -> list[Fa
 
 # ---- the device
 
+
 def verbs_devices(sysfs_root: str) -> dict[str, str]:
     """Which uverbs device opens which RDMA device: {"mlx5_0": "uverbs0"}. The numbers are not those in the device names."""
     base = os.path.join(sysfs_root, "class", "infiniband_verbs")
@@ -82,9 +83,17 @@ def read_device(path: str, name: str, uverbs: str | None, dev_root: str) -> Fact
     node_type = numbered(os.path.join(path, "node_type"), NODE_TYPES, errors, "node_type")
     opened, cannot_open = open_verbs(uverbs, dev_root)
     return {
-        "name": name, "path": path, "pci_path": pci_path, "cannot_open": cannot_open, "has_verbs": uverbs is not None,
+        "name": name,
+        "path": path,
+        "pci_path": pci_path,
+        "cannot_open": cannot_open,
+        "has_verbs": uverbs is not None,
         "pci_bdf": os.path.basename(pci_path).lower() if pci_path else None,
-        "numa_node": node, "driver": driver, "node_type": node_type, "uverbs": opened, "errors": errors,
+        "numa_node": node,
+        "driver": driver,
+        "node_type": node_type,
+        "uverbs": opened,
+        "errors": errors,
         "is_vf": bool(pci_path) and os.path.lexists(os.path.join(pci_path or "", "physfn")),
         "node_guid": text(os.path.join(path, "node_guid"), errors, "node_guid"),
         "sys_image_guid": text(os.path.join(path, "sys_image_guid"), errors, "sys_image_guid"),
@@ -127,6 +136,7 @@ def without_smi(devices: list[Facts]) -> list[Facts]:
 
 # ---- the port
 
+
 def read_ports(device: Facts, sysfs_root: str, interfaces: dict[str, Facts]) -> list[Facts]:
     """The ports of a device; one entry without a port number where it shows none, so that the device is not passed over in silence."""
     base = os.path.join(device["path"], "ports")
@@ -139,11 +149,30 @@ def read_ports(device: Facts, sysfs_root: str, interfaces: dict[str, Facts]) -> 
 def empty_port(device: Facts, why: str) -> Facts:
     """A port entry in which everything about the port is unknown."""
     return {
-        "name": device["name"], "port": None, "pci_bdf": device["pci_bdf"], "numa_node": device["numa_node"], "driver": device["driver"],
-        "link_layer": "unknown", "node_type": device["node_type"], "transport": transport(device, "unknown"), "state": None,
-        "phys_state": None, "rate_gbps": None, "netdevs": [], "mtu": None, "is_vf": device["is_vf"], "uverbs": device["uverbs"],
-        "lid": None, "sm_lid": None, "node_guid": device["node_guid"], "sys_image_guid": device["sys_image_guid"],
-        "gids": [], "fabrics": [], "usable": False, "reasons": [why], "errors": dict(device["errors"], ports=why),
+        "name": device["name"],
+        "port": None,
+        "pci_bdf": device["pci_bdf"],
+        "numa_node": device["numa_node"],
+        "driver": device["driver"],
+        "link_layer": "unknown",
+        "node_type": device["node_type"],
+        "transport": transport(device, "unknown"),
+        "state": None,
+        "phys_state": None,
+        "rate_gbps": None,
+        "netdevs": [],
+        "mtu": None,
+        "is_vf": device["is_vf"],
+        "uverbs": device["uverbs"],
+        "lid": None,
+        "sm_lid": None,
+        "node_guid": device["node_guid"],
+        "sys_image_guid": device["sys_image_guid"],
+        "gids": [],
+        "fabrics": [],
+        "usable": False,
+        "reasons": [why],
+        "errors": dict(device["errors"], ports=why),
     }
 
 
@@ -245,6 +274,7 @@ def port_mtu(port: Facts, interfaces: dict[str, Facts], errors: dict[str, str]) 
 
 # ---- GIDs and fabrics
 
+
 def read_gids(path: str, layer: str, errors: dict[str, str]) -> list[Facts]:
     """The filled slots of the GID table, by index.
 
@@ -259,11 +289,17 @@ def read_gids(path: str, layer: str, errors: dict[str, str]) -> list[Facts]:
             note(errors, "gids/%d" % index, None, problem or "gids/%d holds %r, which is no GID" % (index, (gid or "")[:40]))
         elif int(address) != 0:
             attributes = os.path.join(path, "gid_attrs")
-            found.append({
-                "index": index, "gid": gid, "type": small_files.read_text(os.path.join(attributes, "types", str(index)))[0] or None,
-                "netdev": small_files.read_text(os.path.join(attributes, "ndevs", str(index)))[0] or None,
-                "address": str(address.ipv4_mapped or address) if layer == "ethernet" else None, "network": None, "vlan": None,
-            })
+            found.append(
+                {
+                    "index": index,
+                    "gid": gid,
+                    "type": small_files.read_text(os.path.join(attributes, "types", str(index)))[0] or None,
+                    "netdev": small_files.read_text(os.path.join(attributes, "ndevs", str(index)))[0] or None,
+                    "address": str(address.ipv4_mapped or address) if layer == "ethernet" else None,
+                    "network": None,
+                    "vlan": None,
+                }
+            )
     return found
 
 
@@ -289,9 +325,11 @@ def locate_gids(port: Facts, interfaces: dict[str, Facts]) -> None:
         vlan_of = interfaces.get(gid["netdev"] or "") or owner or {}
         gid["network"], gid["vlan"] = network, vlan_of.get("vlan")
         if network is None and is_v2(gid):
-            port["errors"]["gids/%d/network" % gid["index"]] = (
-                "no interface seen here carries %s (GID %d names %s), so its prefix length is not known" % (
-                    gid["address"], gid["index"], gid["netdev"] or "no interface"))
+            port["errors"]["gids/%d/network" % gid["index"]] = "no interface seen here carries %s (GID %d names %s), so its prefix length is not known" % (
+                gid["address"],
+                gid["index"],
+                gid["netdev"] or "no interface",
+            )
 
 
 def locate(address: Address, netdev: str | None, interfaces: dict[str, Facts]) -> tuple[Facts | None, str | None]:
@@ -328,6 +366,7 @@ def fabrics(kind: str, gids: list[Facts]) -> list[str]:
 
 
 # ---- the verdict
+
 
 def reasons_against(port: Facts, cannot_open: str | None, interfaces: dict[str, Facts]) -> list[str]:
     """A sentence for each thing that keeps the port out of a replica; empty when it can be used.
@@ -394,8 +433,10 @@ def refuse_bonds_of_separate_hcas(ports: list[Facts], interfaces: dict[str, Fact
         cards = {card(port) for port in group}
         where = "two or more cards, which hardware cannot join" if len(cards) > 1 else "one card, and the driver has not joined them"
         for port in group:
-            port["reasons"].append("%s is a bond over HCAs of %s: %s share its address and are not separate rails; give each interface an address "
-                                   "of its own instead" % (bond, where, ", ".join(dict.fromkeys(other["name"] for other in group))))
+            port["reasons"].append(
+                "%s is a bond over HCAs of %s: %s share its address and are not separate rails; give each interface an address "
+                "of its own instead" % (bond, where, ", ".join(dict.fromkeys(other["name"] for other in group)))
+            )
 
 
 def bonds_of(port: Facts, interfaces: dict[str, Facts]) -> list[str]:
@@ -415,6 +456,7 @@ def card(port: Facts) -> str:
 
 
 # ---- small readers
+
 
 def advice(sentence: str | None) -> str:
     return ": %s" % sentence if sentence else ""

@@ -31,13 +31,21 @@ def read(proc_root: str) -> Facts:
     if why_none:
         errors["service_manager"] = why_none
     return {
-        "hostname": socket.gethostname(), "boot_id": attribute(proc_root, "sys/kernel/random/boot_id", errors, "boot_id"),
-        "kernel": attribute(proc_root, "sys/kernel/osrelease", errors, "kernel"), "arch": platform.machine(),
-        "os": operating_system(small_files.read_bytes(OS_RELEASE)[0] or b""), "cpus": len(os.sched_getaffinity(0)),
-        "memory_mib": mib(memory, "MemTotal", errors, "memory_mib"), "memory_available_mib": mib(memory, "MemAvailable", errors, "memory_available_mib"),
-        "user": user_name(os.geteuid()), "privileged": os.geteuid() == 0,
+        "hostname": socket.gethostname(),
+        "boot_id": attribute(proc_root, "sys/kernel/random/boot_id", errors, "boot_id"),
+        "kernel": attribute(proc_root, "sys/kernel/osrelease", errors, "kernel"),
+        "arch": platform.machine(),
+        "os": operating_system(small_files.read_bytes(OS_RELEASE)[0] or b""),
+        "cpus": len(os.sched_getaffinity(0)),
+        "memory_mib": mib(memory, "MemTotal", errors, "memory_mib"),
+        "memory_available_mib": mib(memory, "MemAvailable", errors, "memory_available_mib"),
+        "user": user_name(os.geteuid()),
+        "privileged": os.geteuid() == 0,
         "python": {"executable": sys.executable, "version": platform.python_version()},
-        "service_manager": manager, "supervisord": supervisord, "container": in_container(proc_root), "errors": errors,
+        "service_manager": manager,
+        "supervisord": supervisord,
+        "container": in_container(proc_root),
+        "errors": errors,
     }
 
 
@@ -50,7 +58,9 @@ def service_manager(booted_by_systemd: bool, first: str | None, privileged: bool
     if booted_by_systemd and first == "systemd":
         return None, "systemd runs this host, but only root can install a unit: become root, or install the package supervisor for this Python"
     return None, "process 1 is %s, not systemd, and there is no supervisord beside %s or on the PATH: install the package supervisor" % (
-        first or "not visible", sys.executable)
+        first or "not visible",
+        sys.executable,
+    )
 
 
 def first_process(proc_root: str) -> str | None:

@@ -75,8 +75,14 @@ def _remaining(deadline: float) -> float:
     return seconds
 
 
-def request(url: str, path: str, body: Mapping[str, Any] | None = None, headers: Mapping[str, str] | None = None,
-            timeout: float = TIMEOUT_SECONDS, limit: int = BODY_LIMIT) -> dict[str, Any]:
+def request(
+    url: str,
+    path: str,
+    body: Mapping[str, Any] | None = None,
+    headers: Mapping[str, str] | None = None,
+    timeout: float = TIMEOUT_SECONDS,
+    limit: int = BODY_LIMIT,
+) -> dict[str, Any]:
     """GET `path` of the server at `url` (`http://ADDRESS:PORT`), or POST `body` as JSON.
 
     Returns `{status: int|null, error: null|"refused"|"timeout"|"loading"|"other", message, json, text, server, seconds}`.
@@ -110,8 +116,9 @@ def _exchange(url: str, path: str, body: Mapping[str, Any] | None, headers: Mapp
         connection.sock = _BoundedSocket(sock, deadline, limit + HEADER_LIMIT)
         payload = None if body is None else json.dumps(body).encode()
         kind = {"Content-Type": "application/json"} if payload is not None else {}
-        connection.request("GET" if payload is None else "POST", path, body=payload,
-                           headers={"Connection": "close", "Accept": "application/json", **kind, **headers})
+        connection.request(
+            "GET" if payload is None else "POST", path, body=payload, headers={"Connection": "close", "Accept": "application/json", **kind, **headers}
+        )
         response = connection.getresponse()
         data = response.read(limit + 1)
         if len(data) > limit:
@@ -128,5 +135,11 @@ def _answer(response: http.client.HTTPResponse, data: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         parsed = None
     loading = response.status == 503
-    return {"status": response.status, "error": "loading" if loading else None, "message": "it answers 503" if loading else None,
-            "json": parsed, "text": text, "server": response.headers.get("Server")}
+    return {
+        "status": response.status,
+        "error": "loading" if loading else None,
+        "message": "it answers 503" if loading else None,
+        "json": parsed,
+        "text": text,
+        "server": response.headers.get("Server"),
+    }

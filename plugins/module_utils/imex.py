@@ -35,8 +35,13 @@ def read(run_command: RunCommand, root: str = "/", proc_root: str = "/proc") -> 
     errors: dict[str, str] = {}
     control = _find(root, CONTROL)
     service = _service(root, proc_root, control)
-    facts: dict[str, Any] = {"service": service, "channels": channels(root, proc_root, errors), "nodes": node_list(root, errors), "domain": None,
-                             "errors": errors}
+    facts: dict[str, Any] = {
+        "service": service,
+        "channels": channels(root, proc_root, errors),
+        "nodes": node_list(root, errors),
+        "domain": None,
+        "errors": errors,
+    }
     if service == "running":
         if control is None:
             errors["domain"] = f"{CONTROL} is not installed"
@@ -74,8 +79,11 @@ def channels(root: str, proc_root: str, errors: dict[str, str]) -> list[int]:
     numbers = sorted(int(name[7:]) for name in _names(os.path.join(root, _CHANNELS)) if re.fullmatch(r"channel\d+", name))
     if not numbers:
         major = re.search(r"^\s*(\d+) nvidia-caps-imex-channels$", _text(proc_root, "devices"), re.MULTILINE)
-        errors["channels"] = (f"no device in /{_CHANNELS}; make one: nvidia-modprobe -c 0, or load the driver with NVreg_CreateImexChannel0=1"
-                              if major else "the driver offers no IMEX channels")
+        errors["channels"] = (
+            f"no device in /{_CHANNELS}; make one: nvidia-modprobe -c 0, or load the driver with NVreg_CreateImexChannel0=1"
+            if major
+            else "the driver offers no IMEX channels"
+        )
     return numbers
 
 
@@ -114,8 +122,13 @@ def _node(value: Any) -> dict[str, Any]:
     connections = node.get("connections")
     rows = [row for row in connections.values() if isinstance(row, dict)] if isinstance(connections, dict) else []
     unconnected = sorted({_clean(row.get("host") or "?") for row in rows if row.get("status") != "CONNECTED"})
-    return {"host": _word(node.get("host")), "name": _word(node.get("hostName")), "status": _clean(node.get("status") or "unknown").lower(),
-            "version": _word(node.get("version")), "unconnected": unconnected}
+    return {
+        "host": _word(node.get("host")),
+        "name": _word(node.get("hostName")),
+        "status": _clean(node.get("status") or "unknown").lower(),
+        "version": _word(node.get("version")),
+        "unconnected": unconnected,
+    }
 
 
 def _number(key: str) -> tuple[int, str]:

@@ -45,6 +45,7 @@ def read(proc_root: str, sysfs_root: str, dev_root: str, replica_root: str, serv
 
 # ---- process limits
 
+
 def service_limits(proc_root: str, service_manager: str | None, errors: dict[str, str]) -> Facts:
     """Memlock and nofile of the context that a shard would run in."""
     under_systemd = service_manager == "systemd"
@@ -83,6 +84,7 @@ def may_raise_limits(status_path: str) -> bool:
 
 
 # ---- memory and ports
+
 
 def shared_memory(path: str, errors: dict[str, str]) -> Facts | None:
     """Size and free space of /dev/shm in MiB. Docker gives 64 MiB; NCCL wants about 1024 per rank (NCCL user guide, troubleshooting)."""
@@ -124,6 +126,7 @@ def kho_cma_suspect(memory: dict[str, int]) -> bool | None:
 
 # ---- nccl.conf
 
+
 def nccl_configuration(paths: list[str]) -> dict[str, dict[str, str]]:
     """`{path: {VARIABLE: value}}` of those files that exist; values of names that look secret and are not NCCL's own are hidden."""
     found = {}
@@ -155,6 +158,7 @@ def service_home_files(replica_root: str) -> list[str]:
 
 
 # ---- GPUDirect RDMA
+
 
 def gpudirect(proc_root: str, sysfs_root: str) -> Facts:
     """Whether an HCA can reach GPU memory: by the module nvidia_peermem (or its older form), or by dma-buf (NCCL src/transport/net_ib/gdr.cc).

@@ -40,7 +40,15 @@ def spellings(secret: str) -> set[str]:
     """A secret as it is, and as Python, JSON, a shell, and a URL write it; its lines, where it has several."""
     found = {secret, *(line.strip() for line in secret.splitlines() if len(line) >= 8)}
     for text in list(found):
-        found |= {json.dumps(text)[1:-1], repr(text)[1:-1], shlex.quote(text), text.replace("'", "'\\''"), text.replace("'", "\\'"), quote(text, safe=""), quote(text)}
+        found |= {
+            json.dumps(text)[1:-1],
+            repr(text)[1:-1],
+            shlex.quote(text),
+            text.replace("'", "'\\''"),
+            text.replace("'", "\\'"),
+            quote(text, safe=""),
+            quote(text),
+        }
     return {text for text in found if len(text) >= SHORTEST_SECRET}
 
 

@@ -24,12 +24,35 @@ MOST_CONFIG_BYTES = 16 * 1024 * 1024
 SKIPPED_DIRECTORIES = (".git", ".cache")
 
 CONFIG_FIELDS = (
-    "architectures", "model_type", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "hidden_size", "head_dim", "dtype",
-    "torch_dtype", "max_position_embeddings", "kv_lora_rank", "sliding_window", "use_sliding_window", "layer_types",
+    "architectures",
+    "model_type",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_hidden_layers",
+    "hidden_size",
+    "head_dim",
+    "dtype",
+    "torch_dtype",
+    "max_position_embeddings",
+    "kv_lora_rank",
+    "sliding_window",
+    "use_sliding_window",
+    "layer_types",
 )
 QUANTIZATION_FIELDS = (
-    "quant_method", "quant_algo", "bits", "group_size", "fmt", "format", "activation_scheme", "desc_act", "weight_bits", "kv_cache_quant_algo",
-    "weight_block_size", "load_in_4bit", "load_in_8bit",
+    "quant_method",
+    "quant_algo",
+    "bits",
+    "group_size",
+    "fmt",
+    "format",
+    "activation_scheme",
+    "desc_act",
+    "weight_bits",
+    "kv_cache_quant_algo",
+    "weight_block_size",
+    "load_in_4bit",
+    "load_in_8bit",
 )
 ADAPTER_FIELDS = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "base_model_name_or_path", "target_modules", "modules_to_save")
 NO_WEIGHTS = re.compile(r"^(training_args|optimizer|scheduler|rng_state.*)\.bin$")
@@ -80,6 +103,7 @@ def describe_content(path: str, facts: Facts, problems: list[str]) -> None:
 
 
 # ---- sizes
+
 
 def file_sizes(path: str) -> dict[str, int]:
     """`{relative name: bytes}` of all files below a directory; links are followed to files (model caches link to blobs), not to directories.
@@ -134,8 +158,10 @@ def indexed_weights(path: str, top: dict[str, int]) -> dict[str, int]:
     wanted = {name for name in shards.values() if isinstance(name, str)} if isinstance(shards, dict) else set()
     missing = sorted(name for name in wanted if name not in top)
     if missing:
-        raise Unreadable("%s is incomplete: %s, named by the index, is not there%s" % (
-            path, small_files.clean(missing[0]), "" if len(missing) == 1 else ", nor are %d others" % (len(missing) - 1)))
+        raise Unreadable(
+            "%s is incomplete: %s, named by the index, is not there%s"
+            % (path, small_files.clean(missing[0]), "" if len(missing) == 1 else ", nor are %d others" % (len(missing) - 1))
+        )
     return {name: top[name] for name in wanted}
 
 
@@ -155,6 +181,7 @@ def part_sizes(path: str) -> dict[str, int]:
 
 
 # ---- configuration
+
 
 def configuration(path: str, kind: str, sizes: dict[str, int]) -> Facts | None:
     """The fields of config.json, adapter_config.json or a GGUF header that a plan is checked against; null where there is none of them."""
@@ -225,8 +252,12 @@ MOST_GGUF_HEADER = 256 * 1024 * 1024
 MOST_GGUF_STRING = 16 * 1024 * 1024
 MOST_GGUF_ITEMS = 4 * 1024 * 1024
 GGUF_FIELDS = {
-    "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads", "block_count": "num_hidden_layers",
-    "embedding_length": "hidden_size", "attention.key_length": "head_dim", "context_length": "max_position_embeddings",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "attention.key_length": "head_dim",
+    "context_length": "max_position_embeddings",
 }
 
 
@@ -322,6 +353,7 @@ def skip(stream: BinaryIO, length: int, most: int) -> None:
 
 # ---- can the service read it
 
+
 def first_unreadable(path: str, service_user: str | None) -> str | None:
     """None when the service can read all of it, else a sentence about the first thing that it cannot."""
     if os.geteuid() != 0 or not service_user:
@@ -403,6 +435,7 @@ def way_to(path: str) -> list[str]:
 
 
 # ---- checksums
+
 
 def checksums(path: str, problems: list[str]) -> dict[str, str]:
     """`{relative name: sha256}`; a file alone has its own name."""

@@ -67,12 +67,15 @@ def read(sysfs_root: str, network_state: str | None = None) -> Facts:
             errors["hostname_resolves_to"] = problem
     return {
         "interfaces": [describe_interface(link, addresses.get(link["name"], []), sysfs_root) for link in links],
-        "routes": routes[:MOST_ROUTES], "default_route": default_route(routes),
-        "hostname_resolves_to": [str(address) for address in resolved], "errors": errors,
+        "routes": routes[:MOST_ROUTES],
+        "default_route": default_route(routes),
+        "hostname_resolves_to": [str(address) for address in resolved],
+        "errors": errors,
     }
 
 
 # ---- the neutral form into facts
+
 
 def describe_interface(link: Facts, addresses: list[str], sysfs_root: str) -> Facts:
     """One entry of `interfaces`; `speed_mbps` in Mbit/s, null where the driver does not tell."""
@@ -80,10 +83,17 @@ def describe_interface(link: Facts, addresses: list[str], sysfs_root: str) -> Fa
     pci_path = sysfs.pci_directory(os.path.join(path, "device"))
     speed = small_files.read_int(os.path.join(path, "speed"))[0]
     return {
-        "name": link["name"], "kind": kind_of(link, path), "up": link["up"], "carrier": link["carrier"], "mtu": link["mtu"], "mac": link["mac"],
-        "addresses": addresses, "vlan": link["vlan"], "master": link["master"],
+        "name": link["name"],
+        "kind": kind_of(link, path),
+        "up": link["up"],
+        "carrier": link["carrier"],
+        "mtu": link["mtu"],
+        "mac": link["mac"],
+        "addresses": addresses,
+        "vlan": link["vlan"],
+        "master": link["master"],
         # Drivers print -1, or that as an unsigned number, for an unknown speed.
-        "speed_mbps": speed if speed is not None and 0 < speed < 2 ** 31 - 1 else None,
+        "speed_mbps": speed if speed is not None and 0 < speed < 2**31 - 1 else None,
         "is_vf": pci_path is not None and os.path.lexists(os.path.join(pci_path, "physfn")),
         "pci_bdf": os.path.basename(pci_path).lower() if pci_path else link["parent"],
     }
@@ -138,6 +148,7 @@ def resolve(hostname: str, seconds: float = RESOLVE_SECONDS, lookup: Callable[..
 
 # ---- recorded hosts: the JSON of iproute2
 
+
 def load_state(path: str) -> Facts:
     """The recorded state as a mapping. Raises ValueError with a sentence when the file is missing or is no such JSON."""
     state, problem = small_files.read_json(path, MOST_STATE_BYTES)
@@ -162,9 +173,15 @@ def link_from_json(entry: Facts) -> Facts:
     info = mapping(entry.get("linkinfo"))
     up = "UP" in flags
     return {
-        "name": small_files.clean(entry["ifname"]), "up": up, "carrier": ("LOWER_UP" in flags) if up else None, "mtu": whole(entry.get("mtu")),
-        "mac": word(entry.get("address")), "link_type": word(entry.get("link_type")) or "ether", "info_kind": word(info.get("info_kind")),
-        "vlan": whole(mapping(info.get("info_data")).get("id")) if info.get("info_kind") == "vlan" else None, "master": word(entry.get("master")),
+        "name": small_files.clean(entry["ifname"]),
+        "up": up,
+        "carrier": ("LOWER_UP" in flags) if up else None,
+        "mtu": whole(entry.get("mtu")),
+        "mac": word(entry.get("address")),
+        "link_type": word(entry.get("link_type")) or "ether",
+        "info_kind": word(info.get("info_kind")),
+        "vlan": whole(mapping(info.get("info_data")).get("id")) if info.get("info_kind") == "vlan" else None,
+        "master": word(entry.get("master")),
         "parent": word(entry.get("parentdev")) if entry.get("parentbus") == "pci" else None,
     }
 
@@ -188,7 +205,8 @@ def routes_from_json(entry: Facts) -> list[Facts]:
         return []
     return [
         {"destination": destination, "gateway": gateway, "interface": hop["dev"], "metric": whole(entry.get("metric")) or 0}
-        for hop, gateway in zip(hops, gateways) if isinstance(hop.get("dev"), str)
+        for hop, gateway in zip(hops, gateways)
+        if isinstance(hop.get("dev"), str)
     ]
 
 
@@ -234,6 +252,7 @@ def network_of(value: Any) -> str | None:
 
 
 # ---- real hosts: rtnetlink
+
 
 def from_kernel() -> tuple[list[Facts], dict[str, list[str]], list[Facts]]:
     """Links, addresses and routes of this network namespace in the neutral form. Raises OSError or ValueError."""
@@ -284,7 +303,7 @@ def split_messages(data: bytes) -> Iterator[tuple[int, int, bytes]]:
         length, kind, flags = struct.unpack_from("=IHH", data, offset)
         if length < 16 or offset + length > len(data):
             return
-        yield kind, flags, data[offset + 16:offset + length]
+        yield kind, flags, data[offset + 16 : offset + length]
         offset += (length + 3) & ~3
 
 
@@ -296,7 +315,7 @@ def attributes(data: bytes) -> dict[int, bytes]:
         length, kind = struct.unpack_from("=HH", data, offset)
         if length < 4 or offset + length > len(data):
             break
-        found[kind & 0x3FFF] = data[offset + 4:offset + length]
+        found[kind & 0x3FFF] = data[offset + 4 : offset + length]
         offset += (length + 3) & ~3
     return found
 
@@ -326,14 +345,23 @@ def parse_links(messages: list[tuple[int, bytes]]) -> list[tuple[int, Facts]]:
         info = attributes(values.get(IFLA_LINKINFO, b""))
         info_kind = string(info.get(IFLA_INFO_KIND))
         up = bool(flags & IFF_UP)
-        found.append((index, {
-            "name": string(values.get(IFLA_IFNAME)) or "if%d" % index, "up": up, "carrier": bool(flags & IFF_LOWER_UP) if up else None,
-            "mtu": number(values.get(IFLA_MTU)), "mac": values[IFLA_ADDRESS].hex(":") if values.get(IFLA_ADDRESS) else None,
-            "link_type": LINK_TYPES.get(hardware, "type%d" % hardware), "info_kind": info_kind,
-            "vlan": number(attributes(info.get(IFLA_INFO_DATA, b"")).get(IFLA_VLAN_ID)) if info_kind == "vlan" else None,
-            "master": number(values.get(IFLA_MASTER)),
-            "parent": string(values.get(IFLA_PARENT_DEV_NAME)) if string(values.get(IFLA_PARENT_DEV_BUS_NAME)) == "pci" else None,
-        }))
+        found.append(
+            (
+                index,
+                {
+                    "name": string(values.get(IFLA_IFNAME)) or "if%d" % index,
+                    "up": up,
+                    "carrier": bool(flags & IFF_LOWER_UP) if up else None,
+                    "mtu": number(values.get(IFLA_MTU)),
+                    "mac": values[IFLA_ADDRESS].hex(":") if values.get(IFLA_ADDRESS) else None,
+                    "link_type": LINK_TYPES.get(hardware, "type%d" % hardware),
+                    "info_kind": info_kind,
+                    "vlan": number(attributes(info.get(IFLA_INFO_DATA, b"")).get(IFLA_VLAN_ID)) if info_kind == "vlan" else None,
+                    "master": number(values.get(IFLA_MASTER)),
+                    "parent": string(values.get(IFLA_PARENT_DEV_NAME)) if string(values.get(IFLA_PARENT_DEV_BUS_NAME)) == "pci" else None,
+                },
+            )
+        )
     return found
 
 
@@ -382,7 +410,7 @@ def next_hops(values: dict[int, bytes]) -> list[tuple[int | None, str | None]]:
         if length < 8 or length > len(data):
             break
         hops.append((index, gateway_of(attributes(data[8:length]))))
-        data = data[(length + 3) & ~3:]
+        data = data[(length + 3) & ~3 :]
     return hops or [(number(values.get(RTA_OIF)), gateway_of(values))]
 
 

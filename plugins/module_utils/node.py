@@ -46,13 +46,23 @@ def read(options: Mapping[str, Any], run_command: RunCommand) -> Facts:
     machine["errors"].update(wires["errors"])
     machine["errors"].update(unprobed)
     return {
-        "schema": SCHEMA, "gathered_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "host": machine,
-        "gpus": gpus["gpus"], "hcas": ports_of_hcas,
+        "schema": SCHEMA,
+        "gathered_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "host": machine,
+        "gpus": gpus["gpus"],
+        "hcas": ports_of_hcas,
         "topology": {"gpu_gpu": gpus["gpu_gpu"], "gpu_hca": topology.gpu_hca(gpus["gpus"], ports_of_hcas, sysfs)},
-        "interfaces": wires["interfaces"], "routes": wires["routes"], "default_route": wires["default_route"],
-        "hostname_resolves_to": wires["hostname_resolves_to"], "limits": allowed, "drivers": {"nvidia": gpus["drivers_nvidia"]},
-        "engines": engine_builds.read(options["replica_root"]), "models": describe_models(options, machine["service_manager"]), "ports_in_use": taken,
-        "shards": shard_records.read(options["replica_root"], proc, run), "cordoned": shard_records.cordoned(options["replica_root"]),
+        "interfaces": wires["interfaces"],
+        "routes": wires["routes"],
+        "default_route": wires["default_route"],
+        "hostname_resolves_to": wires["hostname_resolves_to"],
+        "limits": allowed,
+        "drivers": {"nvidia": gpus["drivers_nvidia"]},
+        "engines": engine_builds.read(options["replica_root"]),
+        "models": describe_models(options, machine["service_manager"]),
+        "ports_in_use": taken,
+        "shards": shard_records.read(options["replica_root"], proc, run),
+        "cordoned": shard_records.cordoned(options["replica_root"]),
         "traces": traces.read(options["replica_root"], proc),
     }
 

@@ -31,8 +31,8 @@ from typing import Any, NamedTuple
 from ansible_collections.rankzero.inference.plugins.module_utils import processes as process_facts
 
 MIB = 1 << 20
-_ALL_INDICES = 64           # how far to look when NVML does not say how many GPUs there are
-_LIST_RETRIES = 4           # a process list can outgrow its buffer between two calls (nvml.h)
+_ALL_INDICES = 64  # how far to look when NVML does not say how many GPUs there are
+_LIST_RETRIES = 4  # a process list can outgrow its buffer between two calls (nvml.h)
 _MEMORY_V2 = 0x02000028
 _P2P_NVLINK = 2
 _FIELD_NVLINK_COUNT = 91
@@ -42,19 +42,21 @@ INVALID_ARGUMENT, NOT_SUPPORTED, NO_PERMISSION, NOT_FOUND, INSUFFICIENT_SIZE = 2
 DRIVER_NOT_LOADED, LIBRARY_NOT_FOUND, FUNCTION_NOT_FOUND, LOST, RESET_REQUIRED = 9, 12, 13, 15, 16
 OPERATING_SYSTEM, VERSION_MISMATCH, GPU_NOT_FOUND, UNKNOWN = 17, 18, 28, 999
 _FORBIDDEN = (NO_PERMISSION, OPERATING_SYSTEM)
-_ABSENT = (NOT_SUPPORTED, FUNCTION_NOT_FOUND, INVALID_ARGUMENT, NO_PERMISSION)      # answers that say nothing about health
+_ABSENT = (NOT_SUPPORTED, FUNCTION_NOT_FOUND, INVALID_ARGUMENT, NO_PERMISSION)  # answers that say nothing about health
 
 _ARCHITECTURES = {2: "kepler", 3: "maxwell", 4: "pascal", 5: "volta", 6: "turing", 7: "ampere", 8: "ada", 9: "hopper", 10: "blackwell", 13: "rubin"}
-_INTEGRATED = ("5.3", "6.2", "7.2", "8.7", "10.1", "11.0", "12.1")      # Tegra and Jetson, Thor (two numbers), GB10 and N1X
+_INTEGRATED = ("5.3", "6.2", "7.2", "8.7", "10.1", "11.0", "12.1")  # Tegra and Jetson, Thor (two numbers), GB10 and N1X
 _COMPUTE_MODES = {0: "default", 1: "exclusive_process", 2: "prohibited", 3: "exclusive_process"}
 _ADDRESSING = {0: "none", 1: "hmm", 2: "ats"}
 _DISTANCES = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 _FABRIC_STATES = {0: "not_supported", 1: "not_started", 2: "in_progress", 3: "completed"}
 _FABRIC_HEALTH = {1: "healthy", 2: "unhealthy", 3: "limited"}
-_RECOVERY = {0: "none", 1: "gpu_reset", 2: "node_reboot", 3: "drain_p2p", 4: "drain_and_reset", 5: "recover_imex_domain", 6: "bus_reset",
-             7: "system_reboot"}
-_PROCESS_LISTS = (("mps", "nvmlDeviceGetMPSComputeRunningProcesses"), ("compute", "nvmlDeviceGetComputeRunningProcesses"),
-                  ("graphics", "nvmlDeviceGetGraphicsRunningProcesses"))
+_RECOVERY = {0: "none", 1: "gpu_reset", 2: "node_reboot", 3: "drain_p2p", 4: "drain_and_reset", 5: "recover_imex_domain", 6: "bus_reset", 7: "system_reboot"}
+_PROCESS_LISTS = (
+    ("mps", "nvmlDeviceGetMPSComputeRunningProcesses"),
+    ("compute", "nvmlDeviceGetComputeRunningProcesses"),
+    ("graphics", "nvmlDeviceGetGraphicsRunningProcesses"),
+)
 
 
 class PciGpu(NamedTuple):
@@ -190,7 +192,7 @@ def load_binding() -> tuple[Any, Condition, dict[str, Any] | None]:
     install = f"{python} -m pip install nvidia-ml-py"
     replace = f"{python} -m pip uninstall -y pynvml && {python} -m pip install --force-reinstall nvidia-ml-py"
     try:
-        with warnings.catch_warnings():         # the current package named pynvml warns when it is imported
+        with warnings.catch_warnings():  # the current package named pynvml warns when it is imported
             warnings.simplefilter("ignore")
             spec = importlib.util.find_spec("pynvml")
             if spec is None:
@@ -253,19 +255,28 @@ def _init_failure(code: int | None, text: str, expected: bool, driver: dict[str,
     if not expected and code in (LIBRARY_NOT_FOUND, DRIVER_NOT_LOADED, NOT_FOUND, GPU_NOT_FOUND):
         return _no_gpu()
     if code == LIBRARY_NOT_FOUND:
-        return Condition("library_missing", "there are NVIDIA GPUs but no libnvidia-ml.so.1 is found",
-                         "install the NVIDIA driver's libraries, then: ldconfig -p | grep libnvidia-ml.so.1")
+        return Condition(
+            "library_missing",
+            "there are NVIDIA GPUs but no libnvidia-ml.so.1 is found",
+            "install the NVIDIA driver's libraries, then: ldconfig -p | grep libnvidia-ml.so.1",
+        )
     if code == DRIVER_NOT_LOADED:
         return Condition("driver_not_loaded", "the nvidia kernel module is not loaded", "modprobe nvidia; if that fails: dkms status; dmesg | grep -i nvidia")
     if code == VERSION_MISMATCH:
         library = _library_version(driver["library_path"]) or "unknown"
-        return Condition("version_mismatch", f"kernel module {driver['kernel_module'] or 'unknown'} is loaded, the driver library is {library}",
-                         "reboot, or stop all that uses the GPUs and run: rmmod nvidia_uvm nvidia_drm nvidia_modeset nvidia; modprobe nvidia")
+        return Condition(
+            "version_mismatch",
+            f"kernel module {driver['kernel_module'] or 'unknown'} is loaded, the driver library is {library}",
+            "reboot, or stop all that uses the GPUs and run: rmmod nvidia_uvm nvidia_drm nvidia_modeset nvidia; modprobe nvidia",
+        )
     if code in _FORBIDDEN:
         return Condition("not_permitted", f"NVML: {text}", "run with become: true; in a container pass the devices: ls -l /dev/nvidiactl /dev/nvidia0")
     if code == UNKNOWN and in_container(proc_root):
-        return Condition("device_cgroup_lost", "NVML: Unknown Error in a container: its access to /dev/nvidia* was taken away (systemctl daemon-reload)",
-                         "restart the container, and give it the GPUs through CDI: nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml")
+        return Condition(
+            "device_cgroup_lost",
+            "NVML: Unknown Error in a container: its access to /dev/nvidia* was taken away (systemctl daemon-reload)",
+            "restart the container, and give it the GPUs through CDI: nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml",
+        )
     if code in (NOT_FOUND, GPU_NOT_FOUND):
         return Condition("gpus_missing", f"the driver is loaded but has no GPU (NVML: {text})", "dmesg | grep -i -E 'NVRM|Xid'")
     return Condition("unknown", f"NVML does not initialise: {text}", "nvidia-smi; dmesg | grep -i -E 'NVRM|Xid'")
@@ -283,8 +294,17 @@ def in_container(proc_root: str) -> bool:
 
 def _driver_facts(proc_root: str, sysfs_root: str, binding: tuple[Any, Condition, Any]) -> dict[str, Any]:
     facts: dict[str, Any] = dict(Condition("unknown")._asdict())
-    facts.update({"driver": None, "cuda": None, "nvml": None, "kernel_module": _kernel_module(proc_root, sysfs_root), "library_path": None,
-                  "binding": binding[2], "errors": {}})
+    facts.update(
+        {
+            "driver": None,
+            "cuda": None,
+            "nvml": None,
+            "kernel_module": _kernel_module(proc_root, sysfs_root),
+            "library_path": None,
+            "binding": binding[2],
+            "errors": {},
+        }
+    )
     return facts
 
 
@@ -339,7 +359,7 @@ def _find_gpus(system: Answers, pci: list[PciGpu]) -> list[Gpu]:
         if gpu.handle is None:
             silent.append(gpu)
         elif known is not None and known.handle is not None:
-            known.address = device.address          # its index led to it, only its address could not be read
+            known.address = device.address  # its index led to it, only its address could not be read
         else:
             gpus[device.address if gpu.index is None else gpu.index] = gpu
     return _merge(sorted(gpus.values(), key=lambda gpu: (gpu.index is None, gpu.index or 0)), silent)
@@ -409,8 +429,11 @@ def _missing_gpus(found: list[Gpu]) -> Condition:
         names = ", ".join(_called(gpu) for gpu in missing)
         return Condition("gpus_missing", f"NVML answers for {len(found) - len(missing)} of {len(found)} NVIDIA GPUs; missing: {names}", _missing_hint(missing))
     if len(denied) == len(found):
-        return Condition("not_permitted", f"none of the {len(found)} GPUs may be opened: NVML: {next(iter(denied[0].answers.errors.values()))}",
-                         "pass the devices to the container or slice (DeviceAllow=): ls -l /dev/nvidia*")
+        return Condition(
+            "not_permitted",
+            f"none of the {len(found)} GPUs may be opened: NVML: {next(iter(denied[0].answers.errors.values()))}",
+            "pass the devices to the container or slice (DeviceAllow=): ls -l /dev/nvidia*",
+        )
     return Condition("ok")
 
 
@@ -435,11 +458,22 @@ def _missing_hint(missing: list[Gpu]) -> str:
 
 def _empty_facts(index: int | None, address: str | None) -> dict[str, Any]:
     return {
-        "index": index, "uuid": None, "pci_bdf": address, "vendor": "nvidia", "model": None, "arch": None, "compute_capability": None,
-        "numa_node": None, "memory": _memory_facts(None),
+        "index": index,
+        "uuid": None,
+        "pci_bdf": address,
+        "vendor": "nvidia",
+        "model": None,
+        "arch": None,
+        "compute_capability": None,
+        "numa_node": None,
+        "memory": _memory_facts(None),
         "partition": {"kind": None, "parent_uuid": None, "profile": None, "mode_current": None, "mode_pending": None},
-        "interconnect_domain": None, "processes": None, "compute_mode": None, "health": {"state": "unknown", "reasons": []},
-        "vendor_data": {}, "errors": {},
+        "interconnect_domain": None,
+        "processes": None,
+        "compute_mode": None,
+        "health": {"state": "unknown", "reasons": []},
+        "vendor_data": {},
+        "errors": {},
     }
 
 
@@ -589,8 +623,9 @@ def _vendor_data(gpu: Gpu) -> dict[str, Any]:
         "memory_numa_node": ask("nvmlDeviceGetNumaNodeId", handle),
         "ecc": None if ecc is None else {"current": bool(ecc[0]), "pending": bool(ecc[1]), "uncorrected": _ecc_errors(gpu, ecc[0])},
         "remapped_rows": None if rows is None else {"corrected": rows[0], "uncorrected": rows[1], "pending": bool(rows[2]), "failure": bool(rows[3])},
-        "retired_pages": None if None in retired else {"single_bit": len(retired[0]), "double_bit": len(retired[1]),
-                                                       "pending": bool(ask("nvmlDeviceGetRetiredPagesPendingStatus", handle))},
+        "retired_pages": None
+        if None in retired
+        else {"single_bit": len(retired[0]), "double_bit": len(retired[1]), "pending": bool(ask("nvmlDeviceGetRetiredPagesPendingStatus", handle))},
         "recovery_action": _recovery_action(gpu),
         "nvlinks": _nvlinks(gpu),
         "platform": _platform(gpu),
@@ -630,10 +665,12 @@ def _nvlinks(gpu: Gpu) -> dict[str, int] | None:
 
 def _platform(gpu: Gpu) -> dict[str, Any] | None:
     """Where in a rack the GPU sits: `{chassis, slot, tray}`."""
+
     def look() -> dict[str, Any]:
         info = gpu.answers.nvml.c_nvmlPlatformInfo_v2_t()
         gpu.answers.nvml.nvmlDeviceGetPlatformInfo(gpu.handle, ctypes.byref(info))
         return {"chassis": _word(info.chassisSerialNumber), "slot": _byte(info.slotNumber), "tray": _byte(info.trayIndex)}
+
     seen: dict[str, Any] | None = gpu.answers.attempt("nvmlDeviceGetPlatformInfo", look)
     return seen
 
@@ -652,8 +689,10 @@ def _mig_handles(gpu: Gpu, mode: tuple[bool | None, bool | None]) -> list[tuple[
     if not mode[0]:
         return []
     slots = gpu.answers.ask("nvmlDeviceGetMaxMigDeviceCount", gpu.handle)
-    found = [gpu.answers.ask("nvmlDeviceGetMigDeviceHandleByIndex", gpu.handle, slot, expected=(NOT_FOUND, INVALID_ARGUMENT))
-             for slot in range(7 if slots is None else slots)]
+    found = [
+        gpu.answers.ask("nvmlDeviceGetMigDeviceHandleByIndex", gpu.handle, slot, expected=(NOT_FOUND, INVALID_ARGUMENT))
+        for slot in range(7 if slots is None else slots)
+    ]
     return [(Answers(gpu.answers.nvml), handle) for handle in found if handle is not None]
 
 
@@ -665,8 +704,10 @@ def _mig_facts(parent: dict[str, Any], answers: Answers, handle: Any, proc_root:
     fact["model"] = _word(answers.ask("nvmlDeviceGetName", handle))
     profile = re.search(r"\bMIG (\S+)", fact["model"] or "")
     fact["partition"] = dict(parent["partition"], kind="mig", parent_uuid=parent["uuid"], profile=profile.group(1) if profile else None)
-    fact["vendor_data"] = {"gpu_instance_id": answers.ask("nvmlDeviceGetGpuInstanceId", handle),
-                           "compute_instance_id": answers.ask("nvmlDeviceGetComputeInstanceId", handle)}
+    fact["vendor_data"] = {
+        "gpu_instance_id": answers.ask("nvmlDeviceGetGpuInstanceId", handle),
+        "compute_instance_id": answers.ask("nvmlDeviceGetComputeInstanceId", handle),
+    }
     _read_memory_and_processes(fact, answers, handle, _host_memory(proc_root), table)
     fact["compute_capability"] = fact["compute_capability"] or parent["compute_capability"]
     if fact["uuid"] is None and fact["health"]["state"] in ("ok", "warning"):
@@ -692,25 +733,32 @@ def _interconnect_domain(answers: Answers, handle: Any) -> dict[str, Any] | None
         state, answers.errors["fabric"] = "failed", f"registration with the fabric ended with NVML code {info.status}"
     is_domain = state == "completed" and cluster.strip("0") != ""
     text = "-".join((cluster[:8], cluster[8:12], cluster[12:16], cluster[16:20], cluster[20:]))
-    return {"kind": "nvlink", "id": text if is_domain else None, "clique": int(info.cliqueId) if is_domain else None, "state": state,
-            "health": fabric_health(getattr(info, "healthSummary", 0), getattr(info, "healthMask", 0))}
+    return {
+        "kind": "nvlink",
+        "id": text if is_domain else None,
+        "clique": int(info.cliqueId) if is_domain else None,
+        "state": state,
+        "health": fabric_health(getattr(info, "healthSummary", 0), getattr(info, "healthMask", 0)),
+    }
 
 
 def _fabric_info(answers: Answers, handle: Any) -> Any:
     """The newest fabric struct that the driver and the binding share: v3, v2, v1."""
     info, tried = None, []
     for name, call in (("v3", "nvmlDeviceGetGpuFabricInfoV"), ("v2", "nvmlDeviceGetGpuFabricInfoV"), ("v1", "nvmlDeviceGetGpuFabricInfo")):
+
         def look(name: str = name, call: str = call) -> Any:
             info = getattr(answers.nvml, "c_nvmlGpuFabricInfo_t" if name == "v1" else f"c_nvmlGpuFabricInfo_{name}_t")()
             getattr(answers.nvml, call)(handle, ctypes.byref(info))
             return info
+
         label = call if name != "v2" else call + "_v2"
         info = answers.attempt(label, look)
         if info is not None or answers.codes.get(label) == NOT_SUPPORTED:
             break
         tried.append(label)
     for label in tried if info is not None else ():
-        answers.errors.pop(label)           # a newer struct that the driver does not know is no gap in the facts
+        answers.errors.pop(label)  # a newer struct that the driver does not know is no gap in the facts
     return info
 
 
@@ -718,8 +766,8 @@ def fabric_health(summary: int, mask: int) -> str:
     """`healthy`, `limited`, `unhealthy` or `unknown` from v3's summary, else from the mask of v2 (bits: nvml.h, GPU_FABRIC_HEALTH)."""
     if summary:
         return _FABRIC_HEALTH.get(summary, "unknown")
-    troubles = [(mask >> shift) & 3 for shift in (0, 2, 4, 6)]      # 0 not supported, 1 true, 2 false
-    configuration = (mask >> 8) & 15                                # 0 not supported, 1 none, 2 and more: what is wrong
+    troubles = [(mask >> shift) & 3 for shift in (0, 2, 4, 6)]  # 0 not supported, 1 true, 2 false
+    configuration = (mask >> 8) & 15  # 0 not supported, 1 none, 2 and more: what is wrong
     if 1 in troubles or configuration > 1:
         return "unhealthy"
     return "healthy" if 2 in troubles or configuration == 1 else "unknown"
@@ -729,7 +777,7 @@ def _topology(gpus: list[tuple[dict[str, Any], Gpu]]) -> dict[str, dict[str, str
     """Distances between whole GPUs. NVLink counts first: the common ancestor on the PCI bus says nothing about it."""
     table: dict[str, dict[str, str | None]] = {fact["uuid"]: {} for fact, _gpu in gpus}
     for position, (fact, gpu) in enumerate(gpus):
-        for other_fact, other in gpus[position + 1:]:
+        for other_fact, other in gpus[position + 1 :]:
             distance = _distance(gpu, other)
             table[fact["uuid"]][other_fact["uuid"]] = table[other_fact["uuid"]][fact["uuid"]] = distance
     return table
@@ -792,7 +840,10 @@ def _findings(fact: dict[str, Any]) -> Iterable[tuple[str, str]]:
     if partition["mode_current"] != partition["mode_pending"]:
         yield "warning", f"MIG will be {'on' if partition['mode_pending'] else 'off'} after the next reset: the GPU changes its shape"
     if domain and domain["state"] != "completed":
-        yield "warning", f"NVLink fabric state is {domain['state']}: CUDA fails until it is completed (on a host with NVSwitch: systemctl status nvidia-fabricmanager)"
+        yield (
+            "warning",
+            f"NVLink fabric state is {domain['state']}: CUDA fails until it is completed (on a host with NVSwitch: systemctl status nvidia-fabricmanager)",
+        )
 
 
 # ---------------------------------------------------------------- small readers

@@ -49,9 +49,12 @@ class Places(NamedTuple):
 
 def places(replica: str, root: str) -> Places:
     return Places(
-        revision=os.path.join(root, "etc/rankzero", replica, "current"), state_dir=os.path.join(root, "run/rankzero", replica),
-        log=os.path.join(root, "var/log/rankzero", replica, "shard.log"), unit=f"inference-{replica}.service",
-        unit_file=os.path.join(SYSTEMD_UNITS, f"inference-{replica}.service"))
+        revision=os.path.join(root, "etc/rankzero", replica, "current"),
+        state_dir=os.path.join(root, "run/rankzero", replica),
+        log=os.path.join(root, "var/log/rankzero", replica, "shard.log"),
+        unit=f"inference-{replica}.service",
+        unit_file=os.path.join(SYSTEMD_UNITS, f"inference-{replica}.service"),
+    )
 
 
 class Watch(NamedTuple):
@@ -86,9 +89,20 @@ class Observer:
         self.secrets = _secret_values(os.path.join(self.places.revision, "secrets"))
         pids = self._own_pids(launch, state)
         driver, gpus = self._gpus(launch, set(pids))
-        return {"launch": launch, "launch_problem": problem, "state": state, "service": service, "patience": patience,
-                "driver": driver, "gpus": gpus, "http": self._http(launch, state, set(pids)), "connected": self._connected(launch, state, pids),
-                "devices": None, "log": [], "now": time.time()}
+        return {
+            "launch": launch,
+            "launch_problem": problem,
+            "state": state,
+            "service": service,
+            "patience": patience,
+            "driver": driver,
+            "gpus": gpus,
+            "http": self._http(launch, state, set(pids)),
+            "connected": self._connected(launch, state, pids),
+            "devices": None,
+            "log": [],
+            "now": time.time(),
+        }
 
     def explain(self, observation: dict[str, Any], verdict: Mapping[str, Any]) -> dict[str, Any]:
         """The observation with the log and, when the GPUs are empty, with the devices that the engine's build sees."""
@@ -114,16 +128,23 @@ class Observer:
     def _systemd(self) -> dict[str, Any] | None:
         code, text, _errors = self._run_command(
             ["systemctl", "show", self.places.unit, "-p", "LoadState,ActiveState,SubState,NRestarts,Result,ExecMainStatus,MainPID"],
-            environ_update={"LC_ALL": "C"})
+            environ_update={"LC_ALL": "C"},
+        )
         shown = dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
         if code != 0 or shown.get("LoadState") != "loaded":
             return None
         active, sub = shown.get("ActiveState"), shown.get("SubState", "")
-        return {"manager": "systemd", "restarting": sub.startswith("auto-restart"), "failed": active == "failed",
-                # A unit that is just being stopped may be on its way to a new start: not known yet.
-                "active": None if active == "deactivating" else active in ("active", "activating", "reloading", "refreshing"),
-                "restarts": _number(shown.get("NRestarts")), "result": shown.get("Result") or None, "pid": _number(shown.get("MainPID")) or 0,
-                "exit_status": _number(shown.get("ExecMainStatus"))}
+        return {
+            "manager": "systemd",
+            "restarting": sub.startswith("auto-restart"),
+            "failed": active == "failed",
+            # A unit that is just being stopped may be on its way to a new start: not known yet.
+            "active": None if active == "deactivating" else active in ("active", "activating", "reloading", "refreshing"),
+            "restarts": _number(shown.get("NRestarts")),
+            "result": shown.get("Result") or None,
+            "pid": _number(shown.get("MainPID")) or 0,
+            "exit_status": _number(shown.get("ExecMainStatus")),
+        }
 
     def _is_supervisor(self, pid: object) -> bool:
         """Whether this process is a run_shard.py: a number alone may have been given to another process meanwhile."""
@@ -146,7 +167,7 @@ class Observer:
         if port is None or not _runs(state):
             return None
         if port == (launch or {}).get("leader_port"):
-            port = (state or {}).get("run_port") or port        # the ranks' rendezvous moves with the run
+            port = (state or {}).get("run_port") or port  # the ranks' rendezvous moves with the run
         return bool(processes.established(self._proc_root, port, pids))
 
     def _gpus(self, launch: Mapping[str, Any] | None, pids: set[int]) -> tuple[dict[str, Any] | None, list[dict[str, Any]] | None]:
@@ -162,8 +183,13 @@ class Observer:
 
     def _gpu(self, gpu: Mapping[str, Any], pids: set[int], table: processes.ProcessTable) -> dict[str, Any]:
         rows = gpu["processes"]
-        return {"uuid": gpu["uuid"], "index": gpu["index"], "pci_bdf": gpu["pci_bdf"], "used_mib": (gpu["memory"] or {}).get("used_mib"),
-                "processes": None if rows is None else [self._process(row, pids, table) for row in rows]}
+        return {
+            "uuid": gpu["uuid"],
+            "index": gpu["index"],
+            "pci_bdf": gpu["pci_bdf"],
+            "used_mib": (gpu["memory"] or {}).get("used_mib"),
+            "processes": None if rows is None else [self._process(row, pids, table) for row in rows],
+        }
 
     def _process(self, row: Mapping[str, Any], pids: set[int], table: processes.ProcessTable) -> dict[str, Any]:
         shown = {"pid": row["pid"], "used_mib": row["used_mib"], "ours": row["pid"] in pids, "name": None, "user": None, "shard": None}
@@ -179,13 +205,19 @@ class Observer:
         ready = _ready(launch)
         if not ready.get("serves_http") or not _runs(state):
             return None
-        answers: dict[str, Any] = {"health": http_probe.request(ready["url"], ready["health_path"], timeout=HEALTH_SECONDS), "models": None,
-                                   "unauthenticated": None, "generation": None, "key": None, "listener": None}
+        answers: dict[str, Any] = {
+            "health": http_probe.request(ready["url"], ready["health_path"], timeout=HEALTH_SECONDS),
+            "models": None,
+            "unauthenticated": None,
+            "generation": None,
+            "key": None,
+            "listener": None,
+        }
         if answers["health"]["status"] != 200:
             return answers
         answers["listener"] = self._listener(ready["url"], pids)
         if answers["listener"] is not None and not answers["listener"]["ours"]:
-            return answers      # a stranger is not told the key
+            return answers  # a stranger is not told the key
         headers, answers["key"] = self._key(ready.get("key_secret"))
         answers["models"] = http_probe.request(ready["url"], ready["models_path"], headers=headers)
         if ready.get("key_protects"):
@@ -222,8 +254,11 @@ class Observer:
     def _listener(self, url: str, pids: set[int]) -> dict[str, Any] | None:
         """The process that listens at the server's address. Null when none of the candidates can be seen (another user's)."""
         parts = urlsplit(url)
-        found = [row for row in processes.listening_sockets(self._proc_root)
-                 if row["listening"] and row["port"] == parts.port and row["address"] in (parts.hostname, "0.0.0.0", "::")]
+        found = [
+            row
+            for row in processes.listening_sockets(self._proc_root)
+            if row["listening"] and row["port"] == parts.port and row["address"] in (parts.hostname, "0.0.0.0", "::")
+        ]
         if not found or any(row["pid"] is None for row in found):
             return None
         pid = next((row["pid"] for row in found if row["pid"] in pids), found[0]["pid"])
@@ -236,12 +271,13 @@ class Observer:
         """The log of the last `runs` runs: an earlier deployment's lines must not be taken for the cause of this one's failure."""
         if os.path.lexists(self.places.unit_file):
             _code, text, _errors = self._run_command(
-                ["journalctl", "-u", self.places.unit, "-n", str(LOG_READ_LINES), "-o", "cat", "--no-pager"], environ_update={"LC_ALL": "C"})
+                ["journalctl", "-u", self.places.unit, "-n", str(LOG_READ_LINES), "-o", "cat", "--no-pager"], environ_update={"LC_ALL": "C"}
+            )
         else:
             text = _read_bytes(self.places.log, LOG_READ_BYTES).decode("utf-8", "replace")
         lines = log_signatures.clean_lines(text[-LOG_READ_BYTES:], self.secrets)
         starts = [number for number, line in enumerate(lines) if _RUN_START.search(line)]
-        return lines[starts[-min(runs, len(starts))]:] if starts else lines
+        return lines[starts[-min(runs, len(starts))] :] if starts else lines
 
     def _devices(self, launch: Mapping[str, Any]) -> dict[str, Any] | None:
         """Ask the engine's build for its devices with exactly the environment of the shard, less its secrets.
@@ -256,7 +292,10 @@ class Observer:
         try:
             code, text, errors = self._run_command(
                 ["env", *dropped, "timeout", "-k", "2", str(DEVICES_SECONDS), command["path"], *command["args"]],
-                environ_update=wanted, cwd=_existing(self.places.revision), handle_exceptions=False)
+                environ_update=wanted,
+                cwd=_existing(self.places.revision),
+                handle_exceptions=False,
+            )
         except (OSError, ValueError) as error:
             return {"lines": [], "error": str(error)}
         if code != 0:
@@ -279,8 +318,11 @@ def watch(observer: Observer, wanted: Watch) -> tuple[dict[str, Any], dict[str, 
             serving_since = serving_since or observation["now"]
         else:
             serving_since = None
-        observation.update(leader_serving=wanted.leader_serving, serving_since=serving_since,
-                           wanted={"fingerprint": wanted.fingerprint, "rank": wanted.rank, "run_id": wanted.run_id, "known_run": wanted.known_run})
+        observation.update(
+            leader_serving=wanted.leader_serving,
+            serving_since=serving_since,
+            wanted={"fingerprint": wanted.fingerprint, "rank": wanted.rank, "run_id": wanted.run_id, "known_run": wanted.known_run},
+        )
         verdict = _with_leader(observer, observation, evidence.judge(observation))
         if verdict["failed"]:
             observation = observer.explain(observation, verdict)
@@ -301,10 +343,18 @@ def _with_leader(observer: Observer, observation: Mapping[str, Any], verdict: di
 def report(where: Places, seen: Mapping[str, Any], verdict: Mapping[str, Any]) -> dict[str, Any]:
     """What a caller on the controller needs: the verdict and what it belongs to."""
     launch, state = seen["launch"] or {}, seen["state"] or {}
-    return {"ready": verdict["ready"], "stage": verdict["stage"], "verdict": dict(verdict), "rank": launch.get("rank"), "nodes": launch.get("nodes"),
-            "serves_http": bool(_ready(launch).get("serves_http")), "run_id": state.get("run_id"),
-            "serving_since": seen["serving_since"], "budget_seconds": _ready(launch).get("budget_seconds"),
-            "log_command": f"journalctl -u {where.unit} -n 200" if os.path.lexists(where.unit_file) else f"tail -n 200 {where.log}"}
+    return {
+        "ready": verdict["ready"],
+        "stage": verdict["stage"],
+        "verdict": dict(verdict),
+        "rank": launch.get("rank"),
+        "nodes": launch.get("nodes"),
+        "serves_http": bool(_ready(launch).get("serves_http")),
+        "run_id": state.get("run_id"),
+        "serving_since": seen["serving_since"],
+        "budget_seconds": _ready(launch).get("budget_seconds"),
+        "log_command": f"journalctl -u {where.unit} -n 200" if os.path.lexists(where.unit_file) else f"tail -n 200 {where.log}",
+    }
 
 
 def mark(where: Places, seen: Mapping[str, Any], verdict: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
@@ -322,15 +372,28 @@ def mark(where: Places, seen: Mapping[str, Any], verdict: dict[str, Any]) -> tup
             return True, verdict
     except OSError as error:
         if verdict["ready"]:
-            return False, {**verdict, "stage": "failed", "ready": False, "failed": True, "reason": f"{path} cannot be written: {error.strerror}",
-                           "hint": "Run the gate as the user that owns the state directory, or with become."}
+            return False, {
+                **verdict,
+                "stage": "failed",
+                "ready": False,
+                "failed": True,
+                "reason": f"{path} cannot be written: {error.strerror}",
+                "hint": "Run the gate as the user that owns the state directory, or with become.",
+            }
     return False, verdict
 
 
 def _write_mark(path: str, seen: Mapping[str, Any], verdict: Mapping[str, Any]) -> bool:
     launch, state = seen["launch"], seen["state"]
-    content = {"schema": 1, "replica": launch["replica"], "rank": launch["rank"], "fingerprint": launch["fingerprint"], "run_id": state["run_id"],
-               "at": round(seen["now"], 3), "evidence": verdict["evidence"]}
+    content = {
+        "schema": 1,
+        "replica": launch["replica"],
+        "rank": launch["rank"],
+        "fingerprint": launch["fingerprint"],
+        "run_id": state["run_id"],
+        "at": round(seen["now"], 3),
+        "evidence": verdict["evidence"],
+    }
     before = small_files.read_json(path)[0] or {}
     if all(before.get(key) == content[key] for key in ("schema", "replica", "rank", "fingerprint", "run_id")):
         return False

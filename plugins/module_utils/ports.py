@@ -46,8 +46,12 @@ def describe(row: Facts, table: processes.ProcessTable) -> Facts:
     """A socket with the name and the shard of the process that holds it."""
     pid = row["pid"]
     return {
-        "port": row["port"], "address": row["address"], "pid": pid, "process": processes.describe(pid, table.proc_root, table)["name"] if pid else None,
-        "shard": processes.shard_name(table.shard_of(pid)) if pid else None, "listening": row["listening"],
+        "port": row["port"],
+        "address": row["address"],
+        "pid": pid,
+        "process": processes.describe(pid, table.proc_root, table)["name"] if pid else None,
+        "shard": processes.shard_name(table.shard_of(pid)) if pid else None,
+        "listening": row["listening"],
     }
 
 

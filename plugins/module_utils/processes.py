@@ -30,9 +30,9 @@ from typing import Any, NamedTuple
 MARKER = b"RANKZERO_SHARD="
 _UNIT = re.compile(r"(?:^|/)inference-([^/]+)\.service(?=/|$)", re.MULTILINE)
 _COMMAND_LENGTH = 120
-_DEPTH = 64                 # no chain of parents is longer; a tree in a test may hold a loop
+_DEPTH = 64  # no chain of parents is longer; a tree in a test may hold a loop
 _TCP_LISTEN = 0x0A
-_TCP_HOLDS_NO_PORT = (0x06, 0x07)       # TIME_WAIT and CLOSE: no process has it any more
+_TCP_HOLDS_NO_PORT = (0x06, 0x07)  # TIME_WAIT and CLOSE: no process has it any more
 
 
 class Shard(NamedTuple):
@@ -98,7 +98,7 @@ class ProcessTable:
         if stat is None or stat[1] <= 1:
             return None
         if self.stat(stat[1]) is not None:
-            return self.marker(stat[1])     # a live leader speaks for its session: a login shell's may hold anything
+            return self.marker(stat[1])  # a live leader speaks for its session: a login shell's may hold anything
         members = (other for other in self.pids() if (self.stat(other) or (0, 0, 0))[1] == stat[1])
         return next((marker for marker in map(self.marker, members) if marker), None)
 
@@ -215,7 +215,7 @@ def _parse_socket(words: list[str]) -> _Socket | None:
 
 def _address(text: str) -> str:
     """An address that the kernel printed as 32-bit words in the byte order of the machine; IPv4 in IPv6 is shown as IPv4."""
-    words = [int(text[start:start + 8], 16).to_bytes(4, sys.byteorder) for start in range(0, len(text), 8)]
+    words = [int(text[start : start + 8], 16).to_bytes(4, sys.byteorder) for start in range(0, len(text), 8)]
     address = ipaddress.ip_address(b"".join(words))
     return str(getattr(address, "ipv4_mapped", None) or address)
 
@@ -251,7 +251,7 @@ def _bytes(*parts: str) -> bytes:
     try:
         with open(os.path.join(*parts), "rb") as stream:
             return stream.read()
-    except OSError:         # ESRCH too: the process ended between open and read
+    except OSError:  # ESRCH too: the process ended between open and read
         return b""
 
 
@@ -275,7 +275,7 @@ def _parse_stat(text: str) -> tuple[int, int, int] | None:
 def _parse_marker(environ: bytes) -> Shard | None:
     for entry in environ.split(b"\0"):
         if entry.startswith(MARKER):
-            parts = entry[len(MARKER):].decode("utf-8", "replace").split("/", 2)
+            parts = entry[len(MARKER) :].decode("utf-8", "replace").split("/", 2)
             if len(parts) == 3 and parts[0] and parts[1].isdecimal():
                 return Shard(parts[0], int(parts[1]), parts[2])
     return None
@@ -287,7 +287,7 @@ def _user(status: str) -> str | None:
         return None
     try:
         return pwd.getpwuid(int(found.group(1))).pw_name
-    except KeyError:        # a container's user has no name on the host
+    except KeyError:  # a container's user has no name on the host
         return found.group(1)
 
 
@@ -299,7 +299,7 @@ def _started_at(ticks: int, system_stat: str) -> float | None:
 def _command(cmdline: bytes) -> str | None:
     words = [_clean(word) for word in cmdline.decode("utf-8", "replace").rstrip("\0").split("\0")]
     if len(words) == 1:
-        words = words[0].split()            # a process that has set its own title: all of it is one word
+        words = words[0].split()  # a process that has set its own title: all of it is one word
     shown = [_without_url_password(word) for word in words[:1]] + [_without_value(word) for word in words[1:2]]
     return " ".join(shown)[:_COMMAND_LENGTH] or None
 

@@ -46,8 +46,11 @@ class Revisions:
         parent = self.directory + "/revisions"
         try:
             with os.scandir(parent) as entries:
-                found = [(entry.stat(follow_symlinks=False).st_mtime, entry.name) for entry in entries
-                         if not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False)]
+                found = [
+                    (entry.stat(follow_symlinks=False).st_mtime, entry.name)
+                    for entry in entries
+                    if not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False)
+                ]
         except OSError:
             return []
         return [name for _written, name in sorted(found)]
@@ -65,7 +68,9 @@ class Revisions:
     def same(self, fingerprint: str, files: t.Mapping[str, str], secrets: t.Mapping[str, str]) -> bool:
         """True where the revision holds exactly these files and secrets, with the modes that they were given."""
         directory = self.path(fingerprint)
-        if not _holds(directory, 0o750, [*files, *([SECRETS] if secrets else [])]) or (secrets and not _holds("%s/%s" % (directory, SECRETS), 0o700, list(secrets))):
+        if not _holds(directory, 0o750, [*files, *([SECRETS] if secrets else [])]) or (
+            secrets and not _holds("%s/%s" % (directory, SECRETS), 0o700, list(secrets))
+        ):
             return False
         wanted = [(name, text, _mode(name)) for name, text in files.items()] + [("%s/%s" % (SECRETS, name), text, 0o600) for name, text in secrets.items()]
         return all(_is_file("%s/%s" % (directory, name), mode) and self.read(fingerprint, name) == text for name, text, mode in wanted)
@@ -117,7 +122,7 @@ class Revisions:
         linked = {self.linked("current"), self.linked("previous")}
         known, parent = self.known(), self.directory + "/revisions"
         half_written = [name for name in os.listdir(parent) if name.startswith((".new-", ".old-"))] if os.path.isdir(parent) else []
-        for name in known[:max(0, len(known) - keep)] + half_written:
+        for name in known[: max(0, len(known) - keep)] + half_written:
             if name not in linked:
                 _remove("%s/%s" % (parent, name))
 
@@ -159,7 +164,6 @@ class Revisions:
             os.unlink(self.state_dir + "/ready.json")
         except OSError:
             pass
-
 
     def forget_run(self) -> None:
         """Remove what the last run wrote about itself."""

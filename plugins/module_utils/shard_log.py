@@ -36,8 +36,9 @@ def _has_unit(where: observation.Places) -> bool:
 
 def _journal(where: observation.Places, run_command: RunCommand, lines: int) -> str:
     try:
-        _code, text, _errors = run_command(["journalctl", "-u", where.unit, "-n", str(lines), "-o", "cat", "--no-pager"],
-                                           environ_update={"LC_ALL": "C"}, handle_exceptions=False)
+        _code, text, _errors = run_command(
+            ["journalctl", "-u", where.unit, "-n", str(lines), "-o", "cat", "--no-pager"], environ_update={"LC_ALL": "C"}, handle_exceptions=False
+        )
     except (OSError, ValueError):
         return ""
     return text

@@ -24,7 +24,7 @@ NO_REPLICA = ("engines.d", "facts.d")
 LABELS = ("profile", "pool", "fabric", "engine")
 RUNNING_STATES = ("active", "activating", "reloading", "refreshing")
 MOST_FILES = 500
-CLOCK_TOLERANCE = 5.0       # seconds between the start of a process by /proc and by its own record; /proc counts from a coarse boot time
+CLOCK_TOLERANCE = 5.0  # seconds between the start of a process by /proc and by its own record; /proc counts from a coarse boot time
 
 
 def read(replica_root: str, proc_root: str, run_command: RunCommand, unit_directory: str = UNIT_DIRECTORY) -> dict[str, Facts]:
@@ -57,6 +57,7 @@ def cordoned(replica_root: str) -> Facts | None:
 
 # ---- one shard
 
+
 def read_shard(replica_root: str, replica: str, proc_root: str, unit: Facts | None, unit_directory: str = UNIT_DIRECTORY) -> Facts:
     """The record of one replica's shard. `unit` is what systemd says of it, None when there is no such unit."""
     errors: dict[str, str] = {}
@@ -68,10 +69,18 @@ def read_shard(replica_root: str, replica: str, proc_root: str, unit: Facts | No
     supervisor = running_supervisor(state, proc_root)
     service = systemd_service(unit, replica, unit_directory) if unit else supervisor_service(base, supervisor)
     shard: Facts = {
-        "rank": whole(launch.get("rank")), "nodes": whole(launch.get("nodes")), "revision": revision(current),
-        "previous": revision(os.path.join(base, "previous")), "files_sha256": file_hashes(current, errors), "unit": service,
-        "run_id": text(state.get("run_id")), "stage": text(state.get("stage")), "detail": text(state.get("detail")),
-        "restarts": restarts(state, unit), "pids": [], "errors": errors,
+        "rank": whole(launch.get("rank")),
+        "nodes": whole(launch.get("nodes")),
+        "revision": revision(current),
+        "previous": revision(os.path.join(base, "previous")),
+        "files_sha256": file_hashes(current, errors),
+        "unit": service,
+        "run_id": text(state.get("run_id")),
+        "stage": text(state.get("stage")),
+        "detail": text(state.get("detail")),
+        "restarts": restarts(state, unit),
+        "pids": [],
+        "errors": errors,
     }
     if unit and unit.get("problem"):
         errors["unit"] = "systemctl show failed: %s" % unit["problem"]
@@ -132,6 +141,7 @@ def restarts(state: Facts, unit: Facts | None) -> int | None:
 
 # ---- files
 
+
 def revision(link: str) -> str | None:
     """The fingerprint that `current` or `previous` points to."""
     try:
@@ -179,6 +189,7 @@ def load(path: str, errors: dict[str, str]) -> Facts:
 
 # ---- the service
 
+
 def unit_path(unit_directory: str, replica: str) -> str:
     return os.path.join(unit_directory, "inference-%s.service" % replica)
 
@@ -190,8 +201,10 @@ def systemd_units(replicas: list[str], run_command: RunCommand) -> dict[str, Fac
     names = ["inference-%s.service" % replica for replica in replicas]
     status, out, err = run_command(["systemctl", "show", "--property=Id,ActiveState,UnitFileState,NRestarts", "--"] + names)
     if status != 0:
-        return {replica: {"active_state": None, "enabled": None, "restarts": None,
-                          "problem": small_files.clean(err) or "status %d" % status} for replica in replicas}
+        return {
+            replica: {"active_state": None, "enabled": None, "restarts": None, "problem": small_files.clean(err) or "status %d" % status}
+            for replica in replicas
+        }
     blocks = [parse_properties(block) for block in out.strip().split("\n\n")]
     by_id = {block.get("Id", ""): block for block in blocks}
     return {replica: unit_facts(by_id.get(name, {})) for replica, name in zip(replicas, names)}
@@ -207,7 +220,8 @@ def unit_facts(properties: dict[str, str]) -> Facts:
     count = properties.get("NRestarts", "")
     enabled = properties.get("UnitFileState")
     return {
-        "active_state": properties.get("ActiveState") or None, "enabled": enabled in ("enabled", "enabled-runtime") if enabled else None,
+        "active_state": properties.get("ActiveState") or None,
+        "enabled": enabled in ("enabled", "enabled-runtime") if enabled else None,
         "restarts": int(count) if count.isdecimal() else None,
     }
 
@@ -216,8 +230,12 @@ def systemd_service(unit: Facts, replica: str, unit_directory: str) -> Facts:
     """`unit` of the record. `active` is true from the moment systemd runs it, also while it is still starting; null when systemd gave no answer."""
     state = unit["active_state"]
     return {
-        "name": "inference-%s.service" % replica, "manager": "systemd", "active": state in RUNNING_STATES if state else None, "state": state,
-        "enabled": unit["enabled"], "sha256": sha256(unit_path(unit_directory, replica))[0],
+        "name": "inference-%s.service" % replica,
+        "manager": "systemd",
+        "active": state in RUNNING_STATES if state else None,
+        "state": state,
+        "enabled": unit["enabled"],
+        "sha256": sha256(unit_path(unit_directory, replica))[0],
     }
 
 
@@ -226,8 +244,12 @@ def supervisor_service(base: str, supervisor: int | None) -> Facts:
     configuration = os.path.join(base, "supervisord.conf")
     known = os.path.lexists(configuration)
     return {
-        "name": "supervisord.conf" if known else None, "manager": "supervisor" if known else None, "active": supervisor is not None,
-        "state": "running" if supervisor is not None else "stopped", "enabled": None, "sha256": sha256(configuration)[0] if known else None,
+        "name": "supervisord.conf" if known else None,
+        "manager": "supervisor" if known else None,
+        "active": supervisor is not None,
+        "state": "running" if supervisor is not None else "stopped",
+        "enabled": None,
+        "sha256": sha256(configuration)[0] if known else None,
     }
 
 

@@ -80,13 +80,17 @@ def endpoints_of(launch: Mapping[str, Any]) -> list[tuple[str, int]]:
 
 # ---- afterwards
 
+
 def wait(store: Revisions, before: Before, unit: Callable[[], str | None], seconds: float = GONE_SECONDS, proc_root: str = "/proc") -> dict[str, Finding]:
     """`{gpu_memory, ports, processes, files}` as soon as nothing is left, or what is left when the time is over. `unit` names a service file that is still there."""
     deadline = time.monotonic() + seconds
     findings: dict[str, Finding] = {}
     questions: dict[str, Callable[[], Finding]] = {
-        "processes": lambda: _processes(store), "ports": lambda: _ports(before, proc_root), "gpu_memory": lambda: _memory(before, proc_root),
-        "files": lambda: _files(store, unit())}
+        "processes": lambda: _processes(store),
+        "ports": lambda: _ports(before, proc_root),
+        "gpu_memory": lambda: _memory(before, proc_root),
+        "files": lambda: _files(store, unit()),
+    }
     while True:
         findings.update({name: ask() for name, ask in questions.items() if name not in findings or findings[name].gone is False})
         if all(finding.gone is not False for finding in findings.values()) or time.monotonic() >= deadline:
@@ -116,8 +120,12 @@ def _memory(before: Before, proc_root: str) -> Finding:
     for gpu in answer["gpus"]:
         if gpu["processes"] is None:
             unknown.append("GPU %s" % gpu["index"])
-        left += ["pid %d still holds %s on GPU %s (%s)" % (row["pid"], "memory" if row["used_mib"] is None else "%d MiB" % row["used_mib"], gpu["index"], gpu["uuid"])
-                 for row in gpu["processes"] or [] if _was_ours(before, table, row["pid"])]
+        left += [
+            "pid %d still holds %s on GPU %s (%s)"
+            % (row["pid"], "memory" if row["used_mib"] is None else "%d MiB" % row["used_mib"], gpu["index"], gpu["uuid"])
+            for row in gpu["processes"] or []
+            if _was_ours(before, table, row["pid"])
+        ]
     if unknown and not left:
         return Finding(None, "the driver does not list the processes of %s" % ", ".join(unknown))
     return Finding(not left, ", ".join(left))
@@ -178,6 +186,7 @@ def _at(row: Mapping[str, Any], endpoint: tuple[str, int]) -> bool:
 
 
 # ---- what must never be removed
+
 
 def mounts_below(paths: Sequence[str], proc_root: str = "/proc") -> list[str]:
     """Mount points at or below the given directories: what is mounted there (models, most likely) is not ours, however it came there."""

@@ -66,7 +66,7 @@ def split_path(path: str | None) -> tuple[str | None, list[str]]:
     if not functions:
         return None, []
     first = functions[0]
-    return "/".join(parts[:first]), [part.lower() for part in parts[first:functions[-1]]]
+    return "/".join(parts[:first]), [part.lower() for part in parts[first : functions[-1]]]
 
 
 def common_length(one: list[str], other: list[str]) -> int:

@@ -43,7 +43,7 @@ def _names(replica_root: str, unit_directory: str) -> set[str]:
     for folder in (unit_directory, os.path.dirname(wanted_link(unit_directory, "x"))):
         for name in small_files.names(folder):
             if name.startswith(_UNIT_PREFIX) and name.endswith(_UNIT_SUFFIX):
-                found.add(name[len(_UNIT_PREFIX):-len(_UNIT_SUFFIX)])
+                found.add(name[len(_UNIT_PREFIX) : -len(_UNIT_SUFFIX)])
     return {name for name in found if is_name(name)}
 
 
@@ -59,6 +59,7 @@ def is_name(text: str) -> bool:
 
 
 # ---- the service
+
 
 def wanted_link(unit_directory: str, replica: str) -> str:
     """The link by which systemd starts the unit at boot."""
@@ -81,6 +82,7 @@ def is_system(store: Revisions) -> bool:
 
 
 # ---- processes
+
 
 def pids(store: Revisions, table: processes.ProcessTable | None = None) -> list[int]:
     """The replica's processes: those with its marker or in its unit, its run_shard.py, and its supervisord. Never this one or those above it."""
@@ -105,7 +107,7 @@ def _is_here(store: Revisions, table: processes.ProcessTable, pid: int) -> bool:
         if script is not None:
             return script.startswith(store.directory.encode() + b"/")
     environment, _problem = small_files.read_bytes(os.path.join(table.proc_root, str(pid), "environ"), 4 * 1024 * 1024)
-    home = next((item[len(b"HOME="):] for item in (environment or b"").split(b"\0") if item.startswith(b"HOME=")), None)
+    home = next((item[len(b"HOME=") :] for item in (environment or b"").split(b"\0") if item.startswith(b"HOME=")), None)
     return home == store.work_dir.encode() if home else is_system(store)
 
 
@@ -127,6 +129,7 @@ def _words(table: processes.ProcessTable, pid: int) -> list[bytes]:
 
 
 # ---- users
+
 
 def users_file(config_root: str) -> str:
     return config_root + "/made_users.json"

@@ -120,7 +120,14 @@ def probe(module: AnsibleModule) -> t.Dict[str, t.Any]:
     if adapter["devices_args"]:
         devices = engine_probe.parse_devices(engine_probe.ask(module.run_command, main_program, adapter["devices_args"], env)[0])
     return {
-        "engine": params["engine"], "name": params["name"], "path": main_program, "paths": programs, "version": version, "env": env, "devices": devices, "nccl": None,
+        "engine": params["engine"],
+        "name": params["name"],
+        "path": main_program,
+        "paths": programs,
+        "version": version,
+        "env": env,
+        "devices": devices,
+        "nccl": None,
         "fingerprint": engine_probe.fingerprint(programs),
     }
 

@@ -152,7 +152,13 @@ def main() -> None:
         module.fail_json(msg=str(error), actions=deployment.actions, **_removal(deployment))
     except OSError as error:
         module.fail_json(msg="%s: %s" % (error.filename or "the file system", error.strerror or error), actions=deployment.actions)
-    module.exit_json(changed=bool(deployment.actions), actions=deployment.actions, diff=deployment.diffs, revision=deployment.revisions.linked("current"), **_removal(deployment))
+    module.exit_json(
+        changed=bool(deployment.actions),
+        actions=deployment.actions,
+        diff=deployment.diffs,
+        revision=deployment.revisions.linked("current"),
+        **_removal(deployment),
+    )
 
 
 def _removal(deployment: Deployment) -> t.Dict[str, t.Any]:

@@ -211,6 +211,7 @@ seconds:
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
+
 from ansible_collections.rankzero.inference.plugins.module_utils import observation
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
@@ -241,8 +242,15 @@ def main() -> None:
     waits = options["wait"] and not module.check_mode
     observer = observation.Observer(options["replica"], options["replica_root"], options["proc_root"], module.run_command)
     wanted = observation.Watch(
-        since_stage=options["since_stage"], hold_seconds=options["hold_seconds"] if waits else 0, leader_serving=options["leader_serving"],
-        fingerprint=options["fingerprint"], rank=options["rank"], run_id=options["run_id"], known_run=options["known_run"], serving_since=options["serving_since"])
+        since_stage=options["since_stage"],
+        hold_seconds=options["hold_seconds"] if waits else 0,
+        leader_serving=options["leader_serving"],
+        fingerprint=options["fingerprint"],
+        rank=options["rank"],
+        run_id=options["run_id"],
+        known_run=options["known_run"],
+        serving_since=options["serving_since"],
+    )
     seen, verdict = observation.watch(observer, wanted)
     changed = False
     if waits and options["mark"]:

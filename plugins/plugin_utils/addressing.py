@@ -56,8 +56,17 @@ def usable(interface: t.Mapping[str, t.Any]) -> list[str]:
     return [str(address) for address in sorted(found, key=lambda address: address.version)]
 
 
-def choose(facts: t.Mapping[str, t.Any], *, host: str, rank: int, explicit: str | None, management: str | None, leader_address: str | None,
-           single_node: bool, findings: Findings) -> Endpoint | None:
+def choose(
+    facts: t.Mapping[str, t.Any],
+    *,
+    host: str,
+    rank: int,
+    explicit: str | None,
+    management: str | None,
+    leader_address: str | None,
+    single_node: bool,
+    findings: Findings,
+) -> Endpoint | None:
     """The endpoint of one rank, or None with a fault. C(leader_address) is None for the leader itself."""
     interfaces = list(facts.get("interfaces") or ())
     if explicit:
@@ -75,13 +84,26 @@ def _explicit(interfaces: list[t.Any], wanted: str, host: str, rank: int, findin
         findings.fault("replica_address", wanted, "an IP address of this host", host=host, rank=rank)
         return None
     if address.version == 6 and address.is_link_local:
-        findings.fault("replica_address", wanted, "a routable address", "A link-local address means something else on every interface (it needs a scope).", host=host, rank=rank)
+        findings.fault(
+            "replica_address",
+            wanted,
+            "a routable address",
+            "A link-local address means something else on every interface (it needs a scope).",
+            host=host,
+            rank=rank,
+        )
         return None
     for interface in interfaces:
         if holds(interface, address) and interface.get("up") is not False:
             return Endpoint(interface["name"], str(address), "replica_address of this host")
-    findings.fault("replica_address", wanted, "an address that one of the host's interfaces has, and that is up",
-                   "The host has %s." % _listed(interfaces), host=host, rank=rank)
+    findings.fault(
+        "replica_address",
+        wanted,
+        "an address that one of the host's interfaces has, and that is up",
+        "The host has %s." % _listed(interfaces),
+        host=host,
+        rank=rank,
+    )
     return None
 
 
@@ -94,13 +116,25 @@ def _managed(interfaces: list[t.Any], management: str, host: str, rank: int, fin
     network = _parse_network(management)
     if network is None:
         return _by_name(interfaces, management, host, rank, findings)
-    hits = [(interface["name"], str(item.ip)) for interface in interfaces if interface.get("up") for item in addresses_of(interface)
-            if item.version == network.version and item.ip in network]
+    hits = [
+        (interface["name"], str(item.ip))
+        for interface in interfaces
+        if interface.get("up")
+        for item in addresses_of(interface)
+        if item.version == network.version and item.ip in network
+    ]
     if len(hits) == 1:
         return Endpoint(hits[0][0], hits[0][1], "the host's address in replica_management %s" % network)
     field, wanted = "replica_management", "exactly one address in %s on an interface that is up" % network
     if hits:
-        findings.fault(field, ", ".join("%s %s" % hit for hit in hits), wanted, "Give a narrower CIDR, an interface name, or replica_address for the host.", host=host, rank=rank)
+        findings.fault(
+            field,
+            ", ".join("%s %s" % hit for hit in hits),
+            wanted,
+            "Give a narrower CIDR, an interface name, or replica_address for the host.",
+            host=host,
+            rank=rank,
+        )
     else:
         findings.fault(field, "none", wanted, "The host has %s." % _listed(interfaces), host=host, rank=rank)
     return None
@@ -109,15 +143,23 @@ def _managed(interfaces: list[t.Any], management: str, host: str, rank: int, fin
 def _by_name(interfaces: list[t.Any], name: str, host: str, rank: int, findings: Findings) -> Endpoint | None:
     match = [interface for interface in interfaces if interface.get("name") == name]
     if not match:
-        findings.fault("replica_management", name, "a CIDR, or the exact name of an interface of this host", "The host has %s." % _listed(interfaces), host=host, rank=rank)
+        findings.fault(
+            "replica_management", name, "a CIDR, or the exact name of an interface of this host", "The host has %s." % _listed(interfaces), host=host, rank=rank
+        )
         return None
     addresses = [item.ip for item in addresses_of(match[0]) if not item.ip.is_link_local]
     first = [address for address in addresses if address.version == 4] or addresses
     if match[0].get("up") and len(first) == 1:
         return Endpoint(name, str(first[0]), "the address of interface replica_management %s" % name)
     seen = "an interface that is down" if not match[0].get("up") else "the addresses %s" % (", ".join(map(str, first)) or "none")
-    findings.fault("replica_management", "%s, %s" % (name, seen), "an interface that is up with one address",
-                   "Give the CIDR instead, or replica_address for the host.", host=host, rank=rank)
+    findings.fault(
+        "replica_management",
+        "%s, %s" % (name, seen),
+        "an interface that is up with one address",
+        "Give the CIDR instead, or replica_address for the host.",
+        host=host,
+        rank=rank,
+    )
     return None
 
 
@@ -126,16 +168,28 @@ def _towards(facts: t.Mapping[str, t.Any], interfaces: list[t.Any], leader: str,
     target = parse_ip(leader)
     route = best_route(facts, target) if target else None
     if target is None or route is None:
-        findings.fault("routes", "no route to the leader's address %s" % leader, "an interface that leads to the leader",
-                       "Set replica_management (a CIDR or interface name) or replica_address. The host has %s." % _listed(interfaces), host=host, rank=rank)
+        findings.fault(
+            "routes",
+            "no route to the leader's address %s" % leader,
+            "an interface that leads to the leader",
+            "Set replica_management (a CIDR or interface name) or replica_address. The host has %s." % _listed(interfaces),
+            host=host,
+            rank=rank,
+        )
         return None
     interface = next((item for item in interfaces if item.get("name") == route), {"name": route})
     found = [item for item in addresses_of(interface) if item.version == target.version and not item.ip.is_link_local]
     near = [item for item in found if target in item.network] or found
     if len(near) == 1:
         return Endpoint(route, str(near[0].ip), "the interface of the route to the leader %s" % leader)
-    findings.fault("interfaces", "%s with the addresses %s" % (route, ", ".join(str(item.ip) for item in near) or "none"), "one address on the way to the leader %s" % leader,
-                   "Set replica_management or replica_address for the host.", host=host, rank=rank)
+    findings.fault(
+        "interfaces",
+        "%s with the addresses %s" % (route, ", ".join(str(item.ip) for item in near) or "none"),
+        "one address on the way to the leader %s" % leader,
+        "Set replica_management or replica_address for the host.",
+        host=host,
+        rank=rank,
+    )
     return None
 
 
@@ -171,7 +225,14 @@ def _own(facts: t.Mapping[str, t.Any], interfaces: list[t.Any], host: str, rank:
     if not candidates and single_node:
         return Endpoint("lo", "127.0.0.1", "a single node without any other network")
     seen = ", ".join("%s %s" % candidate for candidate in candidates) or "no interface that is up and has a routable address"
-    findings.fault("replica_management", seen, "one management interface", "There is no default route to decide it: set replica_management to a CIDR or an interface name.", host=host, rank=rank)
+    findings.fault(
+        "replica_management",
+        seen,
+        "one management interface",
+        "There is no default route to decide it: set replica_management to a CIDR or an interface name.",
+        host=host,
+        rank=rank,
+    )
     return None
 
 

@@ -43,7 +43,9 @@ class Spelled:
     option: str
 
 
-def grammar_of(parser: t.Iterable[tuple[str, ...]], matters: t.Iterable[str], more: t.Mapping[str, str] | None = None, prefixes: bool = True, **rules: bool) -> Grammar:
+def grammar_of(
+    parser: t.Iterable[tuple[str, ...]], matters: t.Iterable[str], more: t.Mapping[str, str] | None = None, prefixes: bool = True, **rules: bool
+) -> Grammar:
     """The grammar of a parser whose options are known with all their spellings (option_names.py).
 
     C(matters): canonical names of the options to find; one that the parser does not have (an older or newer release does) counts as itself.
@@ -55,7 +57,12 @@ def grammar_of(parser: t.Iterable[tuple[str, ...]], matters: t.Iterable[str], mo
     for option in matters:
         options[option] = option
         options.update({name: option for group in groups if option in group for name in group})
-    return Grammar(options, every_long=frozenset(name for name in every if name.startswith("--")), every_short=frozenset(name for name in every if not name.startswith("--")), **rules)
+    return Grammar(
+        options,
+        every_long=frozenset(name for name in every if name.startswith("--")),
+        every_short=frozenset(name for name in every if not name.startswith("--")),
+        **rules,
+    )
 
 
 def find(args: t.Sequence[str], grammar: Grammar) -> list[Spelled]:

@@ -78,4 +78,3 @@ def over_replica(own: t.Mapping[str, list[str]], ranks: t.Mapping[str, int]) -> 
         settled = not found or found == [UNPROVEN]
         result[host] = {"reasons": found + others if settled else found, "restart": bool(changed) and settled}
     return result
-

@@ -20,7 +20,7 @@ from ansible_collections.rankzero.inference.plugins.plugin_utils.addressing impo
 from ansible_collections.rankzero.inference.plugins.plugin_utils.environment_names import refusal
 from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings
 
-DIRECT_CABLES = (2, 30, 7)      # the first NCCL with NCCL_IB_SUBNET_AWARE_ROUTING
+DIRECT_CABLES = (2, 30, 7)  # the first NCCL with NCCL_IB_SUBNET_AWARE_ROUTING
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
@@ -74,8 +74,9 @@ def bootstrap_interface(env: Environment, endpoint: Endpoint) -> None:
         env.set("NCCL_SOCKET_FAMILY", "AF_INET6", "the management address is IPv6")
 
 
-def fabric_variables(env: Environment, choice: fabrics.Choice, ports: t.Sequence[fabrics.Port], *, nccl: str | None, host: str, rank: int,
-                     findings: Findings) -> None:
+def fabric_variables(
+    env: Environment, choice: fabrics.Choice, ports: t.Sequence[fabrics.Port], *, nccl: str | None, host: str, rank: int, findings: Findings
+) -> None:
     """What tells NCCL to use the chosen HCA ports and nothing else. C(nccl) is the version of the build's NCCL, None where it is not known."""
     if any(port.get("transport") == "efa" for port in ports):
         env.set("FI_PROVIDER", "efa", "the shard's ports are AWS EFA; no NCCL_IB_ variable applies to them (aws-ofi-nccl#803)")
@@ -114,17 +115,28 @@ def _check_range_is_known(gid: gids.Gid, ports: t.Sequence[fabrics.Port], nccl: 
     hidden = any(entry.get("type") is None for port in ports for entry in port.get("gids") or ())
     needed = (2, 26) if hidden else (2, 21)
     if nccl and version(nccl) < needed:
-        findings.fault("engines.nccl", nccl, "NCCL %d.%d or newer" % needed,
-                       "No GID index is right for all of this host's ports: %s. An older NCCL cannot choose by address%s." % (
-                           gid.why, " in a container" if hidden else ""),
-                       host=host, rank=rank)
+        findings.fault(
+            "engines.nccl",
+            nccl,
+            "NCCL %d.%d or newer" % needed,
+            "No GID index is right for all of this host's ports: %s. An older NCCL cannot choose by address%s."
+            % (gid.why, " in a container" if hidden else ""),
+            host=host,
+            rank=rank,
+        )
 
 
 def _direct_cable_variables(env: Environment, choice: fabrics.Choice, nccl: str | None, host: str, rank: int, findings: Findings) -> None:
     """Each cable is a subnet of its own, and NCCL must look for the port that leads to a peer (DGX Spark, three nodes in a ring)."""
     if version(nccl) < DIRECT_CABLES:
-        findings.fault("engines.nccl", nccl, "NCCL %s or newer" % ".".join(map(str, DIRECT_CABLES)),
-                       "Fabric %s is made of direct cables (subnet_aware), which older NCCL cannot use." % choice.name, host=host, rank=rank)
+        findings.fault(
+            "engines.nccl",
+            nccl,
+            "NCCL %s or newer" % ".".join(map(str, DIRECT_CABLES)),
+            "Fabric %s is made of direct cables (subnet_aware), which older NCCL cannot use." % choice.name,
+            host=host,
+            rank=rank,
+        )
     env.set("NCCL_IB_SUBNET_AWARE_ROUTING", "1", "direct cables: for each peer NCCL takes the port in that peer's subnet")
     if choice.prefix_length != fabrics.DEFAULT_PREFIX_LENGTH:
         env.set("NCCL_IB_SUBNET_PREFIX_LEN", str(choice.prefix_length), "the length that tells the cables' subnets apart")
@@ -144,14 +156,42 @@ def nvlink_variables(env: Environment, nodes: int, wanted: bool, proven: bool, d
         env.set("NCCL_MNNVL_ENABLE", "0", "the GPUs are not in one proven NVLink domain; NCCL's automatic choice can fail there (NCCL mnnvl.cc)")
 
 
-def check(env: Environment, overrides: t.Mapping[str, str], choice: fabrics.Choice, ports: t.Sequence[fabrics.Port], facts: t.Mapping[str, t.Any],
-          endpoint: Endpoint | None, *, nodes: int, proven: bool, host: str, rank: int, findings: Findings) -> None:
+def check(
+    env: Environment,
+    overrides: t.Mapping[str, str],
+    choice: fabrics.Choice,
+    ports: t.Sequence[fabrics.Port],
+    facts: t.Mapping[str, t.Any],
+    endpoint: Endpoint | None,
+    *,
+    nodes: int,
+    proven: bool,
+    host: str,
+    rank: int,
+    findings: Findings,
+) -> None:
     """What the profile's variables and the host's nccl.conf make of the plan's, judged as NCCL will read them."""
     conf = (facts.get("limits") or {}).get("nccl_conf")
-    nccl_reading.check(env.values, overrides, nccl_reading.Rank(
-        host=host, rank=rank, ports=tuple(ports), all_ports=tuple(facts.get("hcas") or ()), right_gids=gids.right(ports, choice.keys),
-        interfaces=tuple(facts.get("interfaces") or ()), interface=endpoint.interface if endpoint else None, address=endpoint.address if endpoint else None,
-        conf=conf if isinstance(conf, t.Mapping) else {}, home=env.values.get("HOME", ""), nvlink=choice.nvlink, proven=proven, nodes=nodes), findings)
+    nccl_reading.check(
+        env.values,
+        overrides,
+        nccl_reading.Rank(
+            host=host,
+            rank=rank,
+            ports=tuple(ports),
+            all_ports=tuple(facts.get("hcas") or ()),
+            right_gids=gids.right(ports, choice.keys),
+            interfaces=tuple(facts.get("interfaces") or ()),
+            interface=endpoint.interface if endpoint else None,
+            address=endpoint.address if endpoint else None,
+            conf=conf if isinstance(conf, t.Mapping) else {},
+            home=env.values.get("HOME", ""),
+            nvlink=choice.nvlink,
+            proven=proven,
+            nodes=nodes,
+        ),
+        findings,
+    )
 
 
 def override(env: Environment, overrides: t.Mapping[str, str], *, rank: int, host: str, findings: Findings) -> None:
@@ -160,8 +200,9 @@ def override(env: Environment, overrides: t.Mapping[str, str], *, rank: int, hos
         if refusal(name):
             continue
         if name in env.values and env.values[name] != value:
-            findings.warn("env.%s" % name, value, env.values[name], "The profile overrides the value that the plan generated (%s)." % env.why[name],
-                          host=host, rank=rank)
+            findings.warn(
+                "env.%s" % name, value, env.values[name], "The profile overrides the value that the plan generated (%s)." % env.why[name], host=host, rank=rank
+            )
             env.set(name, value, "set by the profile, instead of %s" % env.values[name])
         else:
             env.set(name, value, "set by the profile")

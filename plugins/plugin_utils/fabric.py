@@ -27,8 +27,8 @@ from ansible_collections.rankzero.inference.plugins.plugin_utils.values import n
 
 Facts = t.Mapping[str, t.Any]
 Hosts = t.Mapping[str, Facts]
-NEAR = ("PIX", "PXB")          # closest PCI distances: same switch, or several switches of one root port
-DEFAULT_PREFIX_LENGTH = 24     # NCCL_IB_SUBNET_PREFIX_LEN
+NEAR = ("PIX", "PXB")  # closest PCI distances: same switch, or several switches of one root port
+DEFAULT_PREFIX_LENGTH = 24  # NCCL_IB_SUBNET_PREFIX_LEN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Choice:
     """
 
     name: str | None
-    link: str | None                                    # infiniband, ethernet, efa or None (no HCAs)
+    link: str | None  # infiniband, ethernet, efa or None (no HCAs)
     keys: tuple[str, ...]
     ports: t.Mapping[str, tuple[Port, ...]]
     nvlink: bool = False
@@ -63,8 +63,14 @@ def usable_ports(facts: Facts) -> list[Port]:
     return in_pci_order(port for port in facts.get("hcas") or () if port.get("usable"))
 
 
-def choose(wanted: t.Sequence[str], named: t.Mapping[str, t.Any], hosts: Hosts, gpus: t.Mapping[str, t.Sequence[str]],
-           management: t.Mapping[str, str], findings: Findings) -> Choice:
+def choose(
+    wanted: t.Sequence[str],
+    named: t.Mapping[str, t.Any],
+    hosts: Hosts,
+    gpus: t.Mapping[str, t.Sequence[str]],
+    management: t.Mapping[str, str],
+    findings: Findings,
+) -> Choice:
     """Choose the fabric over all hosts of a replica.
 
     C(wanted): what C(replica_fabric) says, empty to derive.  C(hosts): host -> facts.  C(gpus): host -> UUIDs of the shard's GPUs.
@@ -94,16 +100,22 @@ def _definition(part: str, named: t.Mapping[str, t.Any], hosts: Hosts, findings:
     if part.startswith(("ib:", "roce:")):
         return Definition(part, Selector(keys=(part,)))
     close = nearest(part, named)
-    findings.fault("replica_fabric", part, "a name in replica_fabrics, a key as node facts give it (ib:..., roce:..., nvl:...), efa or none",
-                   ("Did you mean %s? " % close if close else "") + "The hosts have: %s." % "; ".join(
-                       "%s: %s" % (host, _listed(hosts[host])) for host in sorted(hosts, key=natural_key)))
+    findings.fault(
+        "replica_fabric",
+        part,
+        "a name in replica_fabrics, a key as node facts give it (ib:..., roce:..., nvl:...), efa or none",
+        ("Did you mean %s? " % close if close else "")
+        + "The hosts have: %s." % "; ".join("%s: %s" % (host, _listed(hosts[host])) for host in sorted(hosts, key=natural_key)),
+    )
     return None
 
 
 # ---- a fabric that is named
 
-def _named(name: str, definitions: list[Definition], hosts: Hosts, gpus: t.Mapping[str, t.Sequence[str]], management: t.Mapping[str, str],
-           findings: Findings) -> Choice:
+
+def _named(
+    name: str, definitions: list[Definition], hosts: Hosts, gpus: t.Mapping[str, t.Sequence[str]], management: t.Mapping[str, str], findings: Findings
+) -> Choice:
     """The ports of every host that the definitions select, and the keys by which they reach each other."""
     ports: dict[str, list[Port]] = {}
     selectors: dict[str, list[Selector]] = {}
@@ -116,8 +128,10 @@ def _named(name: str, definitions: list[Definition], hosts: Hosts, gpus: t.Mappi
     if not any(definition.names_ports() for definition in definitions):
         ports = _where_every_host_keeps_one(ports, _without_management(ports, hosts, management))
         ports = _where_every_host_keeps_one(ports, {host: _near(hosts[host], gpus.get(host) or (), chosen) for host, chosen in ports.items()})
-    within = {host: {port_name(port): [key for key in keys_of(port) if any(selector.takes_key(key) for selector in selectors[host])] for port in chosen}
-              for host, chosen in ports.items()}
+    within = {
+        host: {port_name(port): [key for key in keys_of(port) if any(selector.takes_key(key) for selector in selectors[host])] for port in chosen}
+        for host, chosen in ports.items()
+    }
     why = "named by replica_fabric"
     if any(definition.subnet_aware for definition in definitions):
         return _direct_cables(name, ports, within, why, findings)
@@ -130,8 +144,13 @@ def _selectors_for(host: str, definitions: list[Definition], findings: Findings)
     for definition in definitions:
         selector = definition.selector_for(host)
         if selector is None:
-            findings.fault("replica_fabrics.%s.hosts" % definition.name, "%s" % (", ".join(pattern for pattern, _fields in definition.by_host) or "nothing"),
-                           "exactly one entry that fits this host", "Its exact inventory name is taken before patterns.", host=host)
+            findings.fault(
+                "replica_fabrics.%s.hosts" % definition.name,
+                "%s" % (", ".join(pattern for pattern, _fields in definition.by_host) or "nothing"),
+                "exactly one entry that fits this host",
+                "Its exact inventory name is taken before patterns.",
+                host=host,
+            )
         else:
             found.append(selector)
     return found
@@ -145,8 +164,12 @@ def _selected(host: str, facts: Facts, selectors: list[Selector], name: str, fin
         if not fitting or (not any(character in wanted for character in "*?[") and not all(map(_admissible, fitting))):
             findings.fault("replica_fabric", "%s names %s" % (name, wanted), "a usable port of this host", "The host has %s." % _listed(facts), host=host)
     by_name = [selector for selector in selectors if selector.hcas]
-    chosen = [port for port in everything if any(selector.takes(port) for selector in selectors)
-              and (port.get("usable") or (_admissible(port) and any(selector.takes(port) for selector in by_name)))]
+    chosen = [
+        port
+        for port in everything
+        if any(selector.takes(port) for selector in selectors)
+        and (port.get("usable") or (_admissible(port) and any(selector.takes(port) for selector in by_name)))
+    ]
     if selectors and not chosen and not by_name:
         findings.fault("replica_fabric", name, "a fabric that the host has usable ports of", "The host has %s." % _listed(facts), host=host)
     return in_pci_order(chosen)
@@ -205,6 +228,7 @@ def _interfaces_below(name: str | None, facts: Facts) -> set[str]:
 
 # ---- a fabric that is derived
 
+
 def _derive(hosts: Hosts, gpus: t.Mapping[str, t.Sequence[str]], management: t.Mapping[str, str], findings: Findings) -> Choice:
     """Without a word from the operator: the one fabric that all hosts share, or the rails of a rail design; otherwise refuse and list."""
     usable = {host: [port for port in usable_ports(facts) if not _is_erdma(port)] for host, facts in hosts.items()}
@@ -224,8 +248,12 @@ def _derive(hosts: Hosts, gpus: t.Mapping[str, t.Sequence[str]], management: t.M
         _fault_nothing_shared(hosts, within, by_distance, findings)
         return none("faulty")
     if len(keys) > 1 and not _are_rails(keys, candidates, by_distance):
-        findings.fault("replica_fabric", "several that can be meant: %s" % _candidates(keys, candidates), "one fabric",
-                       "Set replica_fabric to one of them, or to several, separated by commas, for a rail design.")
+        findings.fault(
+            "replica_fabric",
+            "several that can be meant: %s" % _candidates(keys, candidates),
+            "one fabric",
+            "Set replica_fabric to one of them, or to several, separated by commas, for a rail design.",
+        )
         return none("faulty")
     chosen = {host: [port for port in ports if set(keys) & set(keys_of(port))] for host, ports in candidates.items()}
     shared = {host: {name: [key for key in found if key in keys] for name, found in ports.items()} for host, ports in within.items()}
@@ -242,8 +270,13 @@ def _tcp(why: str, hosts: Hosts, findings: Findings) -> Choice:
     """TCP, said aloud where a host has RDMA devices: it is right, and many times slower than what somebody paid for."""
     for host, facts in hosts.items():
         if facts.get("hcas"):
-            findings.warn("hcas", _listed(facts), "usable HCA ports on one fabric, or replica_fabric: none",
-                          "The ranks talk over TCP: %s. Name a fabric in replica_fabric to use these ports, or none to agree with TCP." % why, host=host)
+            findings.warn(
+                "hcas",
+                _listed(facts),
+                "usable HCA ports on one fabric, or replica_fabric: none",
+                "The ranks talk over TCP: %s. Name a fabric in replica_fabric to use these ports, or none to agree with TCP." % why,
+                host=host,
+            )
     return none(why)
 
 
@@ -271,8 +304,11 @@ def _common_keys(within: t.Mapping[str, t.Mapping[str, t.Sequence[str]]]) -> tup
         return {(host, name) for host, ports in within.items() for name, keys in ports.items() if key in keys}
 
     fours = [key for key in common if isinstance(network_of(key), ipaddress.IPv4Network)]
-    sixes = {key for key in common if isinstance(network_of(key), ipaddress.IPv6Network)
-             and any(vlan_of(key) == vlan_of(four) and carriers(key) == carriers(four) for four in fours)}
+    sixes = {
+        key
+        for key in common
+        if isinstance(network_of(key), ipaddress.IPv6Network) and any(vlan_of(key) == vlan_of(four) and carriers(key) == carriers(four) for four in fours)
+    }
     return tuple(sorted(common - sixes, key=natural_key))
 
 
@@ -292,8 +328,17 @@ def _are_rails(keys: tuple[str, ...], candidates: t.Mapping[str, list[Port]], by
 
 def _candidates(keys: t.Iterable[str], ports: t.Mapping[str, list[Port]]) -> str:
     """Every key with the ports that have it on every host."""
-    return "; ".join("%s (%s)" % (key, ", ".join("%s %s" % (host, "+".join(port_name(port) for port in found if key in keys_of(port)))
-                                                 for host, found in sorted(ports.items(), key=lambda item: natural_key(item[0])))) for key in keys)
+    return "; ".join(
+        "%s (%s)"
+        % (
+            key,
+            ", ".join(
+                "%s %s" % (host, "+".join(port_name(port) for port in found if key in keys_of(port)))
+                for host, found in sorted(ports.items(), key=lambda item: natural_key(item[0]))
+            ),
+        )
+        for key in keys
+    )
 
 
 def _fault_nothing_shared(hosts: Hosts, within: t.Mapping[str, t.Mapping[str, t.Sequence[str]]], by_distance: bool, findings: Findings) -> None:
@@ -302,14 +347,16 @@ def _fault_nothing_shared(hosts: Hosts, within: t.Mapping[str, t.Mapping[str, t.
     if by_distance:
         hint += " Only ports near the shard's GPUs were looked at."
     if len(within) > 2 and not _pairs_without_link(within):
-        hint = ("Every two hosts share a subnet of their own, as direct cables do: define the ports in replica_fabrics with subnet_aware: true, "
-                "and name that fabric in replica_fabric (NCCL 2.30.7 or newer).")
+        hint = (
+            "Every two hosts share a subnet of their own, as direct cables do: define the ports in replica_fabrics with subnet_aware: true, "
+            "and name that fabric in replica_fabric (NCCL 2.30.7 or newer)."
+        )
     findings.fault("replica_fabric", "no fabric that all hosts share (%s)" % detail, "one fabric, or replica_fabric: none for TCP", hint)
 
 
 # ---- checks that hold for every way of choosing
 
-Within = t.Mapping[str, t.Mapping[str, t.Sequence[str]]]        # host -> port -> keys
+Within = t.Mapping[str, t.Mapping[str, t.Sequence[str]]]  # host -> port -> keys
 
 
 def _switched(name: str, ports: t.Mapping[str, list[Port]], within: Within, why: str, routed: bool | None, findings: Findings) -> Choice:
@@ -334,33 +381,55 @@ def _check_ports(name: str, ports: t.Mapping[str, list[Port]], findings: Finding
     """One link layer, as many ports on every host, and no more than NCCL takes."""
     links = {str(port.get("link_layer")): "%s %s" % (host, port_name(port)) for host, chosen in ports.items() for port in reversed(chosen)}
     if len(links) > 1:
-        findings.fault("replica_fabric", "%s with ports of the link layers %s" % (name, " and ".join("%s (%s)" % item for item in sorted(links.items()))),
-                       "ports of one link layer", "NCCL refuses or hangs on a list that mixes them (NVIDIA/nccl#302): name the fabric more narrowly.")
+        findings.fault(
+            "replica_fabric",
+            "%s with ports of the link layers %s" % (name, " and ".join("%s (%s)" % item for item in sorted(links.items()))),
+            "ports of one link layer",
+            "NCCL refuses or hangs on a list that mixes them (NVIDIA/nccl#302): name the fabric more narrowly.",
+        )
     _check_counts(name, ports, findings)
     for host, chosen in ports.items():
         if len(chosen) > nccl.MOST_PORTS:
-            findings.fault("hcas", "%d ports of fabric %s" % (len(chosen), name), "at most %d" % nccl.MOST_PORTS,
-                           "NCCL drops the rest. Name fewer in replica_fabrics.", host=host)
+            findings.fault(
+                "hcas",
+                "%d ports of fabric %s" % (len(chosen), name),
+                "at most %d" % nccl.MOST_PORTS,
+                "NCCL drops the rest. Name fewer in replica_fabrics.",
+                host=host,
+            )
 
 
 def _check_counts(name: str, ports: t.Mapping[str, t.Sequence[Port]], findings: Findings) -> None:
     if len({len(chosen) for chosen in ports.values()}) > 1:
-        detail = "; ".join("%s has %d (%s)" % (host, len(ports[host]), ", ".join(map(port_name, ports[host])) or "none")
-                           for host in sorted(ports, key=natural_key))
-        findings.fault("hcas", detail, "the same number of usable ports of fabric %s on every host" % name,
-                       "Unequal counts hang or degrade NCCL (NVIDIA/nccl#2428). Node facts say why a port is not usable.")
+        detail = "; ".join(
+            "%s has %d (%s)" % (host, len(ports[host]), ", ".join(map(port_name, ports[host])) or "none") for host in sorted(ports, key=natural_key)
+        )
+        findings.fault(
+            "hcas",
+            detail,
+            "the same number of usable ports of fabric %s on every host" % name,
+            "Unequal counts hang or degrade NCCL (NVIDIA/nccl#2428). Node facts say why a port is not usable.",
+        )
 
 
 def _check_one_key(name: str, host: str, port: Port, shared: t.Sequence[str], own: t.Sequence[str], findings: Findings) -> None:
     """Each port is in exactly one of the fabric's networks: with none it reaches nobody, with two NCCL's pick is a matter of luck."""
     if not shared:
-        findings.fault("hcas", "%s of fabric %s is on %s" % (port_name(port), name, ", ".join(own) or "no network"),
-                       "a network that every host of the replica has",
-                       "Leave the port out, or address it. Direct cables between hosts, each a subnet of its own, need subnet_aware: true in replica_fabrics.",
-                       host=host)
+        findings.fault(
+            "hcas",
+            "%s of fabric %s is on %s" % (port_name(port), name, ", ".join(own) or "no network"),
+            "a network that every host of the replica has",
+            "Leave the port out, or address it. Direct cables between hosts, each a subnet of its own, need subnet_aware: true in replica_fabrics.",
+            host=host,
+        )
     elif len([key for key in shared if not _is_second_family(key, shared)]) > 1:
-        findings.fault("hcas", "%s of fabric %s is on %s" % (port_name(port), name, " and ".join(shared)), "one network",
-                       "Say which one is meant: keys, networks or vlan in replica_fabrics.", host=host)
+        findings.fault(
+            "hcas",
+            "%s of fabric %s is on %s" % (port_name(port), name, " and ".join(shared)),
+            "one network",
+            "Say which one is meant: keys, networks or vlan in replica_fabrics.",
+            host=host,
+        )
 
 
 def _is_second_family(key: str, keys: t.Iterable[str]) -> bool:
@@ -371,11 +440,16 @@ def _check_rail_order(name: str, ports: t.Mapping[str, list[Port]], keys: tuple[
     """NCCL pairs ports by PCI order, whatever the order in NCCL_IB_HCA: rails must come in the same order on every host."""
     orders = {host: [next(key for key in keys if key in keys_of(port)) for port in chosen] for host, chosen in ports.items()}
     if len({tuple(order) for order in orders.values()}) > 1:
-        detail = "; ".join("%s: %s" % (host, ", ".join("%s %s" % pair for pair in zip(map(port_name, ports[host]), orders[host])))
-                           for host in sorted(orders, key=natural_key))
-        findings.fault("hcas", "%s in different order: %s" % (name, detail), "the rails in the same PCI order on every host",
-                       "NCCL pairs the n-th port of one host with the n-th of another. Swap cables or addresses; where routers connect the rails, "
-                       "set routed: true in replica_fabrics.")
+        detail = "; ".join(
+            "%s: %s" % (host, ", ".join("%s %s" % pair for pair in zip(map(port_name, ports[host]), orders[host]))) for host in sorted(orders, key=natural_key)
+        )
+        findings.fault(
+            "hcas",
+            "%s in different order: %s" % (name, detail),
+            "the rails in the same PCI order on every host",
+            "NCCL pairs the n-th port of one host with the n-th of another. Swap cables or addresses; where routers connect the rails, "
+            "set routed: true in replica_fabrics.",
+        )
 
 
 def _check_addresses(ports: t.Mapping[str, list[Port]], keys: t.Sequence[str], findings: Findings) -> None:
@@ -387,8 +461,12 @@ def _check_addresses(ports: t.Mapping[str, list[Port]], keys: t.Sequence[str], f
                 owners.setdefault(address, []).append((host, port_name(port)))
     for address, places in sorted(owners.items()):
         if len(places) > 1:
-            findings.fault("hcas.gids", "%s on %s" % (address, " and ".join("%s %s" % place for place in places)), "an address of its own for every port",
-                           "A bond over several HCAs is no set of rails; give each interface its own address.")
+            findings.fault(
+                "hcas.gids",
+                "%s on %s" % (address, " and ".join("%s %s" % place for place in places)),
+                "an address of its own for every port",
+                "A bond over several HCAs is no set of rails; give each interface its own address.",
+            )
 
 
 def _check_lids(ports: t.Mapping[str, list[Port]], keys: t.Sequence[str], findings: Findings) -> None:
@@ -398,16 +476,24 @@ def _check_lids(ports: t.Mapping[str, list[Port]], keys: t.Sequence[str], findin
         masters = {port["sm_lid"]: "%s %s" % (host, port_name(port)) for host, port in reversed(members) if _is_lid(port.get("sm_lid"))}
         if len(masters) > 1:
             detail = "; ".join("%s sees the subnet manager at LID %s" % (who, lid) for lid, who in sorted(masters.items()))
-            findings.fault("hcas.sm_lid", detail, "one subnet manager on fabric %s" % key,
-                           "These are different fabrics with one subnet prefix. Give each a prefix of its own, or name ports in replica_fabrics.")
+            findings.fault(
+                "hcas.sm_lid",
+                detail,
+                "one subnet manager on fabric %s" % key,
+                "These are different fabrics with one subnet prefix. Give each a prefix of its own, or name ports in replica_fabrics.",
+            )
         lids: dict[int, list[str]] = {}
         for host, port in members:
             if _is_lid(port.get("lid")) and not port.get("is_vf"):
                 lids.setdefault(port["lid"], []).append("%s %s" % (host, port_name(port)))
         for lid, places in sorted(lids.items()):
             if len(places) > 1:
-                findings.warn("hcas.lid", "LID %s on %s" % (lid, " and ".join(places)), "a LID of its own for every port of fabric %s" % key,
-                              "Unless these are virtual functions that share a LID, they are on different fabrics with one subnet prefix.")
+                findings.warn(
+                    "hcas.lid",
+                    "LID %s on %s" % (lid, " and ".join(places)),
+                    "a LID of its own for every port of fabric %s" % key,
+                    "Unless these are virtual functions that share a LID, they are on different fabrics with one subnet prefix.",
+                )
 
 
 def _is_lid(value: t.Any) -> bool:
@@ -418,11 +504,16 @@ def _is_lid(value: t.Any) -> bool:
 def _check_mtu(ports: t.Mapping[str, list[Port]], findings: Findings) -> None:
     sizes = {port["mtu"]: "%s %s" % (host, port_name(port)) for host, chosen in ports.items() for port in reversed(chosen) if isinstance(port.get("mtu"), int)}
     if len(sizes) > 1:
-        findings.warn("hcas.mtu", "; ".join("%s on %s" % item for item in sorted(sizes.items())), "one MTU on all ports of the fabric",
-                      "The smaller one is used, or large packets are lost.")
+        findings.warn(
+            "hcas.mtu",
+            "; ".join("%s on %s" % item for item in sorted(sizes.items())),
+            "one MTU on all ports of the fabric",
+            "The smaller one is used, or large packets are lost.",
+        )
 
 
 # ---- direct cables
+
 
 def _direct_cables(name: str, ports: dict[str, list[Port]], within: Within, why: str, findings: Findings) -> Choice:
     """Hosts that are wired to each other, each cable a subnet of its own; no subnet is common to all (DGX Spark, three nodes in a ring).
@@ -436,15 +527,25 @@ def _direct_cables(name: str, ports: dict[str, list[Port]], within: Within, why:
             own = within[host][port_name(port)]
             _check_one_key(name, host, port, own, own, findings)
             if port.get("link_layer") != "ethernet":
-                findings.fault(where, "%s is %s" % (port_name(port), port.get("link_layer")), "RoCE ports",
-                               "InfiniBand has no addresses to tell cables apart by.", host=host)
+                findings.fault(
+                    where,
+                    "%s is %s" % (port_name(port), port.get("link_layer")),
+                    "RoCE ports",
+                    "InfiniBand has no addresses to tell cables apart by.",
+                    host=host,
+                )
         twice = sorted({key for one, other in itertools.combinations(within[host].values(), 2) for key in set(one) & set(other)}, key=natural_key)
         if twice:
-            findings.fault(where, "several ports in %s" % ", ".join(twice), "a subnet of its own for every port", "NCCL tells the cables apart by subnet.",
-                           host=host)
+            findings.fault(
+                where, "several ports in %s" % ", ".join(twice), "a subnet of its own for every port", "NCCL tells the cables apart by subnet.", host=host
+            )
     for one, other in _pairs_without_link(within):
-        findings.fault(where, "no subnet that %s and %s share" % (one, other), "a cable between every two hosts",
-                       "NCCL connects ranks in orders of its own: three hosts in a ring work, four do not.")
+        findings.fault(
+            where,
+            "no subnet that %s and %s share" % (one, other),
+            "a cable between every two hosts",
+            "NCCL connects ranks in orders of its own: three hosts in a ring work, four do not.",
+        )
     keys = tuple(sorted({key for found in within.values() for own in found.values() for key in own}, key=natural_key))
     _check_addresses(ports, keys, findings)
     _check_mtu(ports, findings)
@@ -459,14 +560,25 @@ def _pairs_without_link(within: Within) -> list[tuple[str, str]]:
 
 def _prefix_length(ports: t.Mapping[str, list[Port]], keys: t.Sequence[str], where: str, findings: Findings) -> int:
     """A length under which two addresses look alike to NCCL exactly where they are in one subnet."""
-    addresses = [(int(address), key) for chosen in ports.values() for port in chosen for gid in gids.routable_v2(port, keys) for key in keys
-                 for address in [gids.address_of(gid)] if isinstance(address, ipaddress.IPv4Address) and gids.is_on(gid, port, (key,))]
+    addresses = [
+        (int(address), key)
+        for chosen in ports.values()
+        for port in chosen
+        for gid in gids.routable_v2(port, keys)
+        for key in keys
+        for address in [gids.address_of(gid)]
+        if isinstance(address, ipaddress.IPv4Address) and gids.is_on(gid, port, (key,))
+    ]
     networks = sorted({network.prefixlen for network in map(network_of, keys) if isinstance(network, ipaddress.IPv4Network)})
     for length in [DEFAULT_PREFIX_LENGTH, *networks]:
         if all((one >> 32 - length == other >> 32 - length) == (key == other_key) for (one, key), (other, other_key) in itertools.combinations(addresses, 2)):
             return length
-    findings.fault(where, "subnets %s" % ", ".join(keys), "subnets that one prefix length tells apart",
-                   "NCCL has one NCCL_IB_SUBNET_PREFIX_LEN for all. Use networks of one size, such as /24.")
+    findings.fault(
+        where,
+        "subnets %s" % ", ".join(keys),
+        "subnets that one prefix length tells apart",
+        "NCCL has one NCCL_IB_SUBNET_PREFIX_LEN for all. Use networks of one size, such as /24.",
+    )
     return DEFAULT_PREFIX_LENGTH
 
 

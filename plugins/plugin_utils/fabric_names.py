@@ -50,12 +50,13 @@ def vlan_of(key: str) -> str:
 
 # ---- replica_fabrics
 
+
 @dataclasses.dataclass(frozen=True)
 class Selector:
     """Which ports of a host are meant: those that fit every field that is given."""
 
-    hcas: tuple[str, ...] = ()                          # names, name:port, or patterns of them
-    keys: tuple[str, ...] = ()                          # as node facts give them
+    hcas: tuple[str, ...] = ()  # names, name:port, or patterns of them
+    keys: tuple[str, ...] = ()  # as node facts give them
     networks: tuple[Network, ...] = ()
     vlan: int | None = None
     link_layer: str | None = None
@@ -81,7 +82,7 @@ def is_named(port: Port, name: str) -> bool:
 
 
 def inside(inner: Network, outer: Network) -> bool:
-    return inner.version == outer.version and inner.subnet_of(outer)     # type: ignore[arg-type]
+    return inner.version == outer.version and inner.subnet_of(outer)  # type: ignore[arg-type]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,8 +132,9 @@ def _by_host(data: t.Mapping[str, t.Any], where: str, findings: Findings) -> t.I
     for pattern, fields in data.items():
         here = "%s.hosts.%s" % (where, pattern)
         if not isinstance(fields, t.Mapping) or not fields:
-            findings.fault(here, fields, "a mapping with hcas, keys, networks, vlan or link_layer",
-                           "The key is a host's inventory name or a pattern such as spark-*.")
+            findings.fault(
+                here, fields, "a mapping with hcas, keys, networks, vlan or link_layer", "The key is a host's inventory name or a pattern such as spark-*."
+            )
             continue
         read = Reader(_lists(fields), here, findings)
         selector = _selector(read)
@@ -142,6 +144,7 @@ def _by_host(data: t.Mapping[str, t.Any], where: str, findings: Findings) -> t.I
 
 def _lists(data: t.Mapping[str, t.Any]) -> dict[str, t.Any]:
     """One value where a list belongs is a list of one, unless it has a comma, where it would have to be split by guessing."""
+
     def is_one(key: t.Any, value: t.Any) -> bool:
         return key in ("hcas", "keys", "networks") and isinstance(value, str) and value != "" and "," not in value
 
@@ -163,5 +166,10 @@ def _selector(read: Reader) -> Selector:
     if layer is not None and layer.lower() not in ("infiniband", "ethernet"):
         read.wrong("link_layer", layer, "infiniband or ethernet")
         layer = None
-    return Selector(hcas=tuple(read.texts("hcas")), keys=keys, networks=tuple(networks), vlan=read.integer("vlan", None, 1, 4094),
-                    link_layer=layer.lower() if layer else None)
+    return Selector(
+        hcas=tuple(read.texts("hcas")),
+        keys=keys,
+        networks=tuple(networks),
+        vlan=read.integer("vlan", None, 1, 4094),
+        link_layer=layer.lower() if layer else None,
+    )

@@ -10,7 +10,9 @@ import typing as t
 Result = t.Mapping[str, t.Any]
 
 
-def summary(replica: str, failures: t.Mapping[str, Result | None], ranks: t.Mapping[str, int], restored: str | None, logs: t.Mapping[str, str] | None = None) -> str:
+def summary(
+    replica: str, failures: t.Mapping[str, Result | None], ranks: t.Mapping[str, int], restored: str | None, logs: t.Mapping[str, str] | None = None
+) -> str:
     """C(failures): host -> failed result or None.  C(ranks): host -> planned rank.  C(restored): the revision that is back, or None.  C(logs): host -> file
     on the controller with the last lines of its log, which is gone from the host.
 
@@ -18,7 +20,10 @@ def summary(replica: str, failures: t.Mapping[str, Result | None], ranks: t.Mapp
     """
     culprits = [(host, failure) for host, failure in failures.items() if failure and not failure.get("gave_up")]
     culprits.sort(key=lambda item: (not _cause(item[1]), ranks.get(item[0], 1 << 30), item[0]))
-    lines = ["Replica %s was not deployed. %s" % (replica, "Revision %s, which was there before, is back." % restored if restored else "Nothing of it was left behind.")]
+    lines = [
+        "Replica %s was not deployed. %s"
+        % (replica, "Revision %s, which was there before, is back." % restored if restored else "Nothing of it was left behind.")
+    ]
     lines += ["  %s: %s" % (_who(host, ranks), _why(failure)) for host, failure in culprits]
     kept = sorted((logs or {}).items(), key=lambda item: (ranks.get(item[0], 1 << 30), item[0]))
     lines += ["  log of %s: %s" % (_who(host, ranks), path) for host, path in kept]

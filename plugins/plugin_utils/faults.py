@@ -14,7 +14,7 @@ _NUMBER = re.compile(r"([0-9]+)")
 
 def natural_key(text: str) -> tuple[t.Any, ...]:
     """Sort key under which C(gpu2) comes before C(gpu10): runs of digits count as numbers. Any two texts can be compared."""
-    parts = _NUMBER.split(text)             # text and numbers take turns, so equal positions have equal types
+    parts = _NUMBER.split(text)  # text and numbers take turns, so equal positions have equal types
     return tuple(int(part) if position % 2 else part.lower() for position, part in enumerate(parts)), text
 
 

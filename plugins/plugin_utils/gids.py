@@ -80,15 +80,27 @@ def rule(ports: t.Sequence[Port], keys: t.Sequence[str], *, host: str, rank: int
     right = {port_name(port): routable_v2(port, keys) for port in ports}
     missing = [name for name, entries in right.items() if not entries]
     if missing:
-        findings.fault("hcas.gids", "no routable RoCE v2 entry on %s" % ", ".join(missing), "a RoCE v2 GID with an address of the fabric on every chosen port",
-                       "Without one NCCL silently uses index 0, which is link-local. Give the port an address of the fabric.", host=host, rank=rank)
+        findings.fault(
+            "hcas.gids",
+            "no routable RoCE v2 entry on %s" % ", ".join(missing),
+            "a RoCE v2 GID with an address of the fabric on every chosen port",
+            "Without one NCCL silently uses index 0, which is link-local. Give the port an address of the fabric.",
+            host=host,
+            rank=rank,
+        )
         return None
     # IPv4 entries are preferred, as NCCL and UCX prefer them; a port with IPv6 alone makes the host IPv6.
     ipv6 = any(all(map(is_ipv6, entries)) for entries in right.values())
     right = {name: [entry for entry in entries if is_ipv6(entry) == ipv6] for name, entries in right.items()}
     if not all(right.values()):
-        findings.fault("hcas.gids", "IPv4 on some ports and IPv6 on others", "one address family on all chosen ports",
-                       "Give all ports addresses of one family.", host=host, rank=rank)
+        findings.fault(
+            "hcas.gids",
+            "IPv4 on some ports and IPv6 on others",
+            "one address family on all chosen ports",
+            "Give all ports addresses of one family.",
+            host=host,
+            rank=rank,
+        )
         return None
     shared = set.intersection(*({int(entry["index"]) for entry in entries} for entries in right.values()))
     if shared:
@@ -100,10 +112,14 @@ def rule(ports: t.Sequence[Port], keys: t.Sequence[str], *, host: str, rank: int
     if covering is not None:
         return Gid(address_range=str(covering), ipv6=ipv6, why="the index differs between the ports (%s)" % differ)
     detail = "; ".join("%s: index %s" % (name, ", ".join("%s %s" % (entry["index"], entry["address"]) for entry in entries)) for name, entries in right.items())
-    findings.fault("hcas.gids", detail,
-                   "one GID index, or one address range, that is right for all chosen ports",
-                   "NCCL takes one of each for all HCAs of a process (NVIDIA/nccl#890). Remove the unwanted addresses, or choose fewer ports with "
-                   "replica_fabrics.", host=host, rank=rank)
+    findings.fault(
+        "hcas.gids",
+        detail,
+        "one GID index, or one address range, that is right for all chosen ports",
+        "NCCL takes one of each for all HCAs of a process (NVIDIA/nccl#890). Remove the unwanted addresses, or choose fewer ports with replica_fabrics.",
+        host=host,
+        rank=rank,
+    )
     return None
 
 

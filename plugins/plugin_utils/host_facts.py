@@ -19,8 +19,8 @@ from ansible_collections.rankzero.inference.plugins.plugin_utils.values import u
 
 SCHEMA = 1
 
-Report = t.Callable[[str, t.Any, str], None]                # key, what was seen, what was wanted
-Check = t.Callable[[t.Any, str, Report], t.Any]             # value, key, report -> the value, None where it is unknown or wrong
+Report = t.Callable[[str, t.Any, str], None]  # key, what was seen, what was wanted
+Check = t.Callable[[t.Any, str, Report], t.Any]  # value, key, report -> the value, None where it is unknown or wrong
 
 
 def problem(facts: t.Any) -> str | None:
@@ -45,6 +45,7 @@ def normalise(facts: t.Mapping[str, t.Any], report: Report = lambda _key, _seen,
 
 
 # ---- types of values
+
 
 def _text(value: t.Any, key: str, report: Report) -> str | None:
     """Numbers are their text: YAML reads an unquoted version as one."""
@@ -85,6 +86,7 @@ def _whole(low: int = 0, high: int = 2**63) -> Check:
             report(key, value, "a whole number from %d%s" % (low, " to %d" % high if high < 2**63 else ""))
             return None
         return int(value)
+
     return check
 
 
@@ -121,16 +123,19 @@ def _anything(value: t.Any, key: str, report: Report) -> t.Any:
 
 def _required(check: Check, what: str) -> Check:
     """For an entry of a list that means nothing without this value: a missing one is reported, and C(_list) drops the entry."""
+
     def required(value: t.Any, key: str, report: Report) -> t.Any:
         if value is None:
             report(key, None, what)
         return check(value, key, report)
-    required.needed = True                                  # type: ignore[attr-defined]
+
+    required.needed = True  # type: ignore[attr-defined]
     return required
 
 
 def _list(check: Check, absent: t.Any = ()) -> Check:
     """A list of values of one type, without those that are wrong. C(absent): what an absent list is."""
+
     def checked(value: t.Any, key: str, report: Report) -> t.Any:
         if value is None:
             return None if absent is None else list(absent)
@@ -147,11 +152,13 @@ def _list(check: Check, absent: t.Any = ()) -> Check:
             if found is not None:
                 items.append(found)
         return items
+
     return checked
 
 
 def _mapping(fields: t.Mapping[str, Check], absent: t.Any = None) -> Check:
     """A mapping with at least these keys; others are carried along. Wrong, or without a required value, it is C(absent): None, or a maker of an empty one."""
+
     def check(value: t.Any, key: str, report: Report) -> t.Any:
         if value is None or not isinstance(value, t.Mapping):
             if value is not None:
@@ -163,6 +170,7 @@ def _mapping(fields: t.Mapping[str, Check], absent: t.Any = None) -> Check:
             if result[name] is None and hasattr(field, "needed"):
                 return None
         return result
+
     return check
 
 
@@ -173,6 +181,7 @@ def _empty(fields: t.Mapping[str, Check]) -> Check:
 
 def _table(check: Check) -> Check:
     """A mapping of names to values of one type."""
+
     def checked(value: t.Any, key: str, report: Report) -> dict[str, t.Any]:
         if value is None:
             return {}
@@ -181,6 +190,7 @@ def _table(check: Check) -> Check:
             return {}
         found = {str(name): check(item, "%s.%s" % (key, name), report) for name, item in value.items()}
         return {name: item for name, item in found.items() if item is not None}
+
     return checked
 
 
@@ -208,35 +218,88 @@ def _device(value: t.Any, key: str, report: Report) -> t.Any:
 _PROCESS = {"pid": _whole(), "used_mib": _number, "kind": _text, "name": _text, "user": _text, "shard": _text}
 _DOMAIN = {"id": _text, "clique": _text, "state": _text, "health": _text}
 _GPU = {
-    "index": _whole(), "uuid": _word, "pci_bdf": _text, "model": _text, "compute_capability": _text, "compute_mode": _text, "interconnect_domain": _mapping(_DOMAIN),
-    "memory": _empty({"model": _text, "total_mib": _number, "used_mib": _number, "reserved_mib": _number, "unattributed_mib": _number}), "partition": _empty({"kind": _text, "mode_current": _anything}),
-    "health": _empty({"state": _text, "reasons": _list(_text)}), "processes": _list(_mapping(_PROCESS)),
+    "index": _whole(),
+    "uuid": _word,
+    "pci_bdf": _text,
+    "model": _text,
+    "compute_capability": _text,
+    "compute_mode": _text,
+    "interconnect_domain": _mapping(_DOMAIN),
+    "memory": _empty({"model": _text, "total_mib": _number, "used_mib": _number, "reserved_mib": _number, "unattributed_mib": _number}),
+    "partition": _empty({"kind": _text, "mode_current": _anything}),
+    "health": _empty({"state": _text, "reasons": _list(_text)}),
+    "processes": _list(_mapping(_PROCESS)),
 }
-_GID = {"index": _required(_whole(), "the number of the entry"), "gid": _text, "type": _text, "netdev": _text, "address": _address, "network": _network, "vlan": _whole()}
+_GID = {
+    "index": _required(_whole(), "the number of the entry"),
+    "gid": _text,
+    "type": _text,
+    "netdev": _text,
+    "address": _address,
+    "network": _network,
+    "vlan": _whole(),
+}
 _HCA = {
-    "name": _required(_word, "the name of an HCA"), "port": _whole(1), "pci_bdf": _text, "link_layer": _text, "transport": _text, "rate_gbps": _number, "netdevs": _list(_text),
-    "usable": _flag, "reasons": _list(_text), "fabric": _text, "fabrics": _list(_text, absent=None), "gids": _list(_mapping(_GID)),
+    "name": _required(_word, "the name of an HCA"),
+    "port": _whole(1),
+    "pci_bdf": _text,
+    "link_layer": _text,
+    "transport": _text,
+    "rate_gbps": _number,
+    "netdevs": _list(_text),
+    "usable": _flag,
+    "reasons": _list(_text),
+    "fabric": _text,
+    "fabrics": _list(_text, absent=None),
+    "gids": _list(_mapping(_GID)),
 }
 _INTERFACE = {"name": _required(_word, "the name of an interface"), "kind": _text, "up": _flag, "carrier": _flag, "master": _text, "addresses": _list(_text)}
 _ROUTE = {"destination": _required(_text, "a network"), "gateway": _text, "interface": _required(_word, "the name of an interface"), "metric": _whole()}
 _BUILD = {
-    "name": _text, "path": _text, "version": _text, "fingerprint": _text, "nccl": _text, "devices": _list(_device, absent=None), "env": _environment, "paths": _table(_text),
+    "name": _text,
+    "path": _text,
+    "version": _text,
+    "fingerprint": _text,
+    "nccl": _text,
+    "devices": _list(_device, absent=None),
+    "env": _environment,
+    "paths": _table(_text),
     "problems": _list(_text),
 }
 _MODEL = {"exists": _flag, "readable": _flag, "bytes": _whole(), "weight_bytes": _whole(), "files": _whole(), "config": _mapping({}), "error": _text}
-_SHARD = {"rank": _whole(), "nodes": _whole(), "gpus": _list(_text), "leader_port": _whole(1, 65535), "http_port": _whole(1, 65535), "tie_port": _whole(1, 65535),
-          "run_ports": _list(_whole(1, 65535)), "pids": _list(_whole())}
-_FACTS = _empty({
-    "host": _empty({"service_manager": _text, "supervisord": _text, "user": _text, "python": _empty({"executable": _text})}),
-    "gpus": _list(_mapping(_GPU)), "topology": _empty({"gpu_hca": _table(_table(_text))}), "hcas": _list(_mapping(_HCA)), "interfaces": _list(_mapping(_INTERFACE)),
-    "routes": _list(_mapping(_ROUTE), absent=None), "default_route": _mapping({"interface": _text, "gateway": _text}), "hostname_resolves_to": _list(_text),
-    "limits": _empty({"ephemeral_ports": _list(_whole(0, 65535)), "imex": _empty({"domain": _mapping({"status": _text})})}),
-    "drivers": _table(_mapping({"state": _text, "message": _text, "hint": _text, "driver": _text})), "engines": _table(_list(_mapping(_BUILD))), "models": _table(_mapping(_MODEL)),
-    "ports_in_use": _list(_port_entry), "shards": _table(_mapping(_SHARD)), "cordoned": _mapping({"by": _text, "reason": _text}),
-})
+_SHARD = {
+    "rank": _whole(),
+    "nodes": _whole(),
+    "gpus": _list(_text),
+    "leader_port": _whole(1, 65535),
+    "http_port": _whole(1, 65535),
+    "tie_port": _whole(1, 65535),
+    "run_ports": _list(_whole(1, 65535)),
+    "pids": _list(_whole()),
+}
+_FACTS = _empty(
+    {
+        "host": _empty({"service_manager": _text, "supervisord": _text, "user": _text, "python": _empty({"executable": _text})}),
+        "gpus": _list(_mapping(_GPU)),
+        "topology": _empty({"gpu_hca": _table(_table(_text))}),
+        "hcas": _list(_mapping(_HCA)),
+        "interfaces": _list(_mapping(_INTERFACE)),
+        "routes": _list(_mapping(_ROUTE), absent=None),
+        "default_route": _mapping({"interface": _text, "gateway": _text}),
+        "hostname_resolves_to": _list(_text),
+        "limits": _empty({"ephemeral_ports": _list(_whole(0, 65535)), "imex": _empty({"domain": _mapping({"status": _text})})}),
+        "drivers": _table(_mapping({"state": _text, "message": _text, "hint": _text, "driver": _text})),
+        "engines": _table(_list(_mapping(_BUILD))),
+        "models": _table(_mapping(_MODEL)),
+        "ports_in_use": _list(_port_entry),
+        "shards": _table(_mapping(_SHARD)),
+        "cordoned": _mapping({"by": _text, "reason": _text}),
+    }
+)
 
 
 # ---- what follows from them
+
 
 def _refuse_equal_uuids(gpus: list[dict[str, t.Any]], report: Report) -> None:
     seen: set[str] = set()

@@ -44,12 +44,20 @@ def check_readable(host: str, rank: int | None, facts: t.Mapping[str, t.Any], pr
             continue
         model = facts["models"].get(path)
         if model is None:
-            findings.warn(field, "%s was not looked at" % path, "facts about the model's files", "Facts gathered by the deploy look at it.", host=host, rank=rank)
+            findings.warn(
+                field, "%s was not looked at" % path, "facts about the model's files", "Facts gathered by the deploy look at it.", host=host, rank=rank
+            )
         elif not model.get("exists"):
             findings.fault(field, "no %s" % path, "a file or directory on the host", "Copy the model there, or correct the path.", host=host, rank=rank)
         elif not model.get("readable"):
-            findings.fault(field, "%s, which the service's user cannot read%s" % (path, ": %s" % model["error"] if model.get("error") else ""), "a readable path",
-                           "Give the service's user (replica_user) read access.", host=host, rank=rank)
+            findings.fault(
+                field,
+                "%s, which the service's user cannot read%s" % (path, ": %s" % model["error"] if model.get("error") else ""),
+                "a readable path",
+                "Give the service's user (replica_user) read access.",
+                host=host,
+                rank=rank,
+            )
 
 
 def _check_place(one: Rank, profile: Profile, findings: Findings) -> None:
@@ -58,7 +66,14 @@ def _check_place(one: Rank, profile: Profile, findings: Findings) -> None:
     for field, path in _paths(profile):
         own = next((folder for folder in ("etc", "run", "var/lib", "var/log") if ("%s/" % path).startswith("%s/%s/rankzero/" % (root, folder))), None)
         if own:
-            findings.fault(field, path, "a path outside of %s/%s/rankzero" % (root, own), "A replica's directories are removed with it; keep models elsewhere.", host=one.host.name, rank=one.rank)
+            findings.fault(
+                field,
+                path,
+                "a path outside of %s/%s/rankzero" % (root, own),
+                "A replica's directories are removed with it; keep models elsewhere.",
+                host=one.host.name,
+                rank=one.rank,
+            )
 
 
 def _check_same_files(ranks: t.Sequence[Rank], profile: Profile, engine: Engine, findings: Findings) -> None:
@@ -72,8 +87,14 @@ def _check_same_files(ranks: t.Sequence[Rank], profile: Profile, engine: Engine,
             if seen is None:
                 seen = (one, size)
             elif size != seen[1]:
-                findings.fault(field, "%d bytes in %s files" % size, "%d bytes in %s files, as on %s" % (*seen[1], seen[0].host.name), "All ranks load the same files.",
-                               host=one.host.name, rank=one.rank)
+                findings.fault(
+                    field,
+                    "%d bytes in %s files" % size,
+                    "%d bytes in %s files, as on %s" % (*seen[1], seen[0].host.name),
+                    "All ranks load the same files.",
+                    host=one.host.name,
+                    rank=one.rank,
+                )
 
 
 def _config(ranks: t.Sequence[Rank], profile: Profile) -> t.Mapping[str, t.Any]:
@@ -94,8 +115,12 @@ def _check_heads(ranks: t.Sequence[Rank], profile: Profile, engine: Engine, find
     heads = _language_config(_config(ranks, profile)).get("num_attention_heads")
     split = engine.attention_tp(profile)
     if engine.heads_divide and isinstance(heads, int) and split and heads % split:
-        findings.fault("tp", profile.tp if split == profile.tp else "tp %d / attention_dp %d = %d" % (profile.tp, profile.attention_dp, split),
-                       "a divisor of the model's %d attention heads" % heads, "vLLM and SGLang split heads evenly over the tensor parallel group.")
+        findings.fault(
+            "tp",
+            profile.tp if split == profile.tp else "tp %d / attention_dp %d = %d" % (profile.tp, profile.attention_dp, split),
+            "a divisor of the model's %d attention heads" % heads,
+            "vLLM and SGLang split heads evenly over the tensor parallel group.",
+        )
 
 
 def wanted_quantizations(ranks: t.Sequence[Rank], profile: Profile, engine: Engine) -> list[tuple[str, str]]:
@@ -135,8 +160,14 @@ def _check_capability(ranks: t.Sequence[Rank], profile: Profile, engine: Engine,
                 if have is None:
                     findings.warn(where, "%s with an unknown compute capability" % label, wanted, "It is let through.", host=one.host.name, rank=one.rank)
                 elif have < minimum:
-                    findings.fault(where, "%s with compute capability %s" % (label, quantization.written(have)), wanted, "Take newer GPUs or another %s." % what.split()[0],
-                                   host=one.host.name, rank=one.rank)
+                    findings.fault(
+                        where,
+                        "%s with compute capability %s" % (label, quantization.written(have)),
+                        wanted,
+                        "Take newer GPUs or another %s." % what.split()[0],
+                        host=one.host.name,
+                        rank=one.rank,
+                    )
 
 
 def _check_memory(ranks: t.Sequence[Rank], profile: Profile, engine: Engine, findings: Findings) -> None:
@@ -151,12 +182,24 @@ def _check_memory(ranks: t.Sequence[Rank], profile: Profile, engine: Engine, fin
                 continue
             seen = "GPU %s with %d MiB" % (gpu.get("index"), total)
             if profile.gpu_memory_min_mib and wanted > total:
-                findings.fault("gpu_memory_min_mib", seen, "at least %d MiB" % wanted, "Readiness would never be proven: lower gpu_memory_min_mib.", host=one.host.name, rank=one.rank)
+                findings.fault(
+                    "gpu_memory_min_mib",
+                    seen,
+                    "at least %d MiB" % wanted,
+                    "Readiness would never be proven: lower gpu_memory_min_mib.",
+                    host=one.host.name,
+                    rank=one.rank,
+                )
             if least.total + (gpu["memory"].get("reserved_mib") or 0) > total:
                 say = findings.warn if profile.allow_memory_overcommit else findings.fault
-                say("gpu_memory", seen, "at least %s" % least.text(),
+                say(
+                    "gpu_memory",
+                    seen,
+                    "at least %s" % least.text(),
                     "Use more or larger GPUs, a shorter context or a smaller quantization; allow_memory_overcommit: true lets it through (engines that offload).",
-                    host=one.host.name, rank=one.rank)
+                    host=one.host.name,
+                    rank=one.rank,
+                )
 
 
 def _least(one: Rank, config: t.Mapping[str, t.Any], profile: Profile, engine: Engine) -> memory_fit.Need:
@@ -164,7 +207,9 @@ def _least(one: Rank, config: t.Mapping[str, t.Any], profile: Profile, engine: E
     share = engine.weights_on_rank(profile, one.rank) * engine.weights_on_gpu / max(len(one.gpus), 1)
     model = one.facts["models"].get(profile.model_path) or {}
     tp, pp = (profile.tp, profile.pp) if engine.heads_divide else (profile.nodes * max(profile.gpus_per_node, 1), 1)
-    return memory_fit.need(model.get("weight_bytes"), config, share=share, tp=tp, pp=pp, length=engine.context_length(profile), cache_bytes=engine.cache_bytes(profile))
+    return memory_fit.need(
+        model.get("weight_bytes"), config, share=share, tp=tp, pp=pp, length=engine.context_length(profile), cache_bytes=engine.cache_bytes(profile)
+    )
 
 
 def gpu_details(one: Rank, profile: Profile, engine: Engine) -> list[dict[str, t.Any]]:

@@ -22,11 +22,12 @@ from ansible_collections.rankzero.inference.plugins.plugin_utils.values import n
 Port = t.Mapping[str, t.Any]
 Network = t.Union[ipaddress.IPv4Network, ipaddress.IPv6Network]
 
-MOST_PORTS = 32                # MAX_IB_DEVS: entries and devices beyond are dropped
-MOST_INTERFACES = 16           # MAX_IFS
+MOST_PORTS = 32  # MAX_IB_DEVS: entries and devices beyond are dropped
+MOST_INTERFACES = 16  # MAX_IFS
 
 # Variables that NCCL reads with strtoll (NCCL_PARAM in 2.30.7), without the prefix.
-_NUMBERS = frozenset("""
+_NUMBERS = frozenset(
+    """
 ALLGATHERV_ENABLE ALLOC_P2P_NET_LL_BUFFERS BUFFSIZE CGA_CLUSTER_SIZE CHECK_POINTERS CHUNK_SIZE COLLNET_ENABLE COLLNET_NODE_THRESHOLD COMM_BLOCKING
 COMM_SHRINK_SHARE_RESOURCES COMM_SPLIT_SHARE_RESOURCES CONNECT_ROUND_MAX_PEERS CROSS_NIC CUMEM_ENABLE CUMEM_HOST_ENABLE DEV_API_JIT DISABLE_MEM_MANAGER
 DMABUF_ENABLE ELASTIC_BUFFER_REGISTER ENABLE_VERSION_CHECK GDAKI_USE_RELIABLE_DB GDRCOPY_ENABLE GDRCOPY_FIFO_ENABLE GDRCOPY_FLUSH_ENABLE GDRCOPY_SYNC_ENABLE
@@ -48,25 +49,47 @@ SHADOW_MEMPOOL_MAX_SIZE SHM_DISABLE SHM_LOCALITY SINGLE_PROC_MEM_REG_ENABLE SOCK
 SOCKET_RCVBUF SOCKET_RETRY_CNT SOCKET_RETRY_SLEEP_MSEC SOCKET_SNDBUF SYM_CE_THRESHOLD SYM_CTAS SYM_GIN_KERNELS_ENABLE SYM_NOWIN_ENABLE
 SYM_REUSE_SYSMEM_HANDLES SYM_RS_GIN_CHUNK_SIZE SYM_TMA_ENABLE TOPO_DUMP_FILE_RANK TOPO_SPLIT_MLOPART UID_STAGGER_RATE UID_STAGGER_THRESHOLD
 UNPACK_DOUBLE_NCHANNELS WIN_ENABLE WIN_STRIDE WORK_ARGS_BYTES WORK_FIFO_BYTES
-""".split())
+""".split()
+)
 
-_TEXTS = frozenset("""
+_TEXTS = frozenset(
+    """
 ALGO CHECKPOINT_KVS_PATH CHECKS_DISABLE CHECK_MODE COMM_ID CONF_FILE CTA_POLICY DEBUG DEBUG_FILE DEBUG_SUBSYS DEBUG_TIMESTAMP_FORMAT DEBUG_TIMESTAMP_LEVELS
 ENV_PLUGIN GIN_PLUGIN GRAPH_DUMP_FILE GRAPH_FILE HOSTID IBVERBS_LIB IB_ADDR_FAMILY IB_ADDR_RANGE IB_CUDA_SUPPORT IB_HCA IB_PKEY_VALUE IB_RAIL_POLICY
 LAUNCH_MODE LL_THRESHOLD NET NETDEVS_POLICY NET_FORCE_MERGE NET_GDR_LEVEL NET_MERGE_LEVEL NET_MERGE_POLICY NET_PLUGIN OOB_NET_IFNAME P2P_LEVEL PROFILER_PLUGIN
 PROTO PROXY_CPUSET RAS_ADDR RMA_PLUGIN SET_THREAD_NAME SINGLE_RING_THRESHOLD SOCKET_FAMILY SOCKET_IFNAME SOCKET_MAGIC SYM_KERNEL THREAD_THRESHOLDS
 TOPO_DUMP_FILE TOPO_FILE TREE_THRESHOLD TUNER_CONFIG_FILE TUNER_PLUGIN
-""".split())
+""".split()
+)
 
 # Families of names that belong to NCCL's own add-ons or to a network plugin; their members are not listed one by one.
-_FAMILIES = ("NCCL_IB_RESILIENCY_", "NCCL_GIN_", "NCCL_RESHARD_", "NCCL_INSPECTOR_", "NCCL_PROFILE_", "NCCL_PROFILER_", "NCCL_EP_",
-             "NCCL_NET_PLUGIN_", "NCCL_RMA_PLUGIN_", "NCCL_OFI_", "NCCL_FASTRAK_", "NCCL_GPUDIRECTTCPX_", "NCCL_UCX_", "NCCL_SHARP_")
+_FAMILIES = (
+    "NCCL_IB_RESILIENCY_",
+    "NCCL_GIN_",
+    "NCCL_RESHARD_",
+    "NCCL_INSPECTOR_",
+    "NCCL_PROFILE_",
+    "NCCL_PROFILER_",
+    "NCCL_EP_",
+    "NCCL_NET_PLUGIN_",
+    "NCCL_RMA_PLUGIN_",
+    "NCCL_OFI_",
+    "NCCL_FASTRAK_",
+    "NCCL_GPUDIRECTTCPX_",
+    "NCCL_UCX_",
+    "NCCL_SHARP_",
+)
 
 _OBSOLETE = {
-    "NCCL_ASYNC_ERROR_HANDLING": "TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_BLOCKING_WAIT": "TORCH_NCCL_BLOCKING_WAIT",
-    "NCCL_DESYNC_DEBUG": "TORCH_NCCL_DESYNC_DEBUG", "NCCL_ENABLE_TIMING": "TORCH_NCCL_ENABLE_TIMING",
-    "NCCL_LL_THRESHOLD": "NCCL_PROTO", "NCCL_TREE_THRESHOLD": "NCCL_ALGO",
-    "NCCL_MAX_NRINGS": "NCCL_MAX_NCHANNELS", "NCCL_MIN_NRINGS": "NCCL_MIN_NCHANNELS", "NCCL_IB_CUDA_SUPPORT": "NCCL_NET_GDR_LEVEL",
+    "NCCL_ASYNC_ERROR_HANDLING": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "NCCL_BLOCKING_WAIT": "TORCH_NCCL_BLOCKING_WAIT",
+    "NCCL_DESYNC_DEBUG": "TORCH_NCCL_DESYNC_DEBUG",
+    "NCCL_ENABLE_TIMING": "TORCH_NCCL_ENABLE_TIMING",
+    "NCCL_LL_THRESHOLD": "NCCL_PROTO",
+    "NCCL_TREE_THRESHOLD": "NCCL_ALGO",
+    "NCCL_MAX_NRINGS": "NCCL_MAX_NCHANNELS",
+    "NCCL_MIN_NRINGS": "NCCL_MIN_NCHANNELS",
+    "NCCL_IB_CUDA_SUPPORT": "NCCL_NET_GDR_LEVEL",
 }
 
 NAMES = frozenset("NCCL_" + name for name in _NUMBERS | _TEXTS)
@@ -79,6 +102,7 @@ _LEADING_NUMBER = re.compile(r"\s*([+-]?)(?:0[xX]([0-9a-fA-F]+)|(0[0-7]*)|([1-9]
 
 
 # ---- NCCL's own reading
+
 
 def number(text: str) -> int:
     """What C(strtoll(text, NULL, 0)) gives: C(auto) is 0, C(3,4) is 3, C(010) is 8 (misc/param.cc)."""
@@ -123,8 +147,11 @@ def matches(name: str, port: int, spec: str, most: int) -> bool:
 
 def selected_ports(spec: str, ports: t.Iterable[Port]) -> list[Port]:
     """The ports that NCCL takes under C(NCCL_IB_HCA=spec): it asks for an active port with a link layer, and not whether it can reach anybody."""
-    active = [port for port in ports if str(port.get("state") or "active").lower() == "active" and port.get("port") is not None
-              and port.get("link_layer") in ("infiniband", "ethernet")]
+    active = [
+        port
+        for port in ports
+        if str(port.get("state") or "active").lower() == "active" and port.get("port") is not None and port.get("link_layer") in ("infiniband", "ethernet")
+    ]
     return [port for port in active if matches(str(port.get("name")), int(port["port"]), spec, MOST_PORTS)]
 
 
@@ -148,7 +175,7 @@ def automatic_gid(gids: t.Iterable[t.Mapping[str, t.Any]], ipv6: bool = False, w
     """
     table = {int(entry["index"]): entry for entry in gids}
     current, family = 0, 6 if ipv6 else 4
-    for index in range(1, max(table, default=0) + 2):               # one empty slot is always left behind the last entry
+    for index in range(1, max(table, default=0) + 2):  # one empty slot is always left behind the last entry
         now, candidate = table.get(current), table.get(index)
         if _address(candidate).version != family or (within is not None and _address(candidate) not in within):
             continue
@@ -208,22 +235,23 @@ def gid_index(port: Port, values: t.Mapping[str, str]) -> int | None:
 
 # ---- what a profile and a host's files set
 
+
 @dataclasses.dataclass(frozen=True)
 class Rank:
     """One rank as NCCL will find it. C(right_gids): port name -> the GID indexes that are on the fabric; C(conf): C(limits.nccl_conf) of the host."""
 
     host: str
     rank: int
-    ports: tuple[Port, ...] = ()                   # planned
-    all_ports: tuple[Port, ...] = ()               # of the host
+    ports: tuple[Port, ...] = ()  # planned
+    all_ports: tuple[Port, ...] = ()  # of the host
     right_gids: t.Mapping[str, frozenset[int]] = dataclasses.field(default_factory=dict)
     interfaces: tuple[t.Mapping[str, t.Any], ...] = ()
-    interface: str | None = None                   # planned for the bootstrap
+    interface: str | None = None  # planned for the bootstrap
     address: str | None = None
     conf: t.Mapping[str, t.Mapping[str, str]] = dataclasses.field(default_factory=dict)
-    home: str = ""                                 # HOME of the service, where NCCL looks for .nccl.conf
-    nvlink: bool = False                           # the replica's fabric is an NVLink domain
-    proven: bool = False                           # and/or all its GPUs are in one proven domain
+    home: str = ""  # HOME of the service, where NCCL looks for .nccl.conf
+    nvlink: bool = False  # the replica's fabric is an NVLink domain
+    proven: bool = False  # and/or all its GPUs are in one proven domain
     nodes: int = 1
 
 
@@ -274,15 +302,18 @@ def _check_name(name: str, report: _Report) -> None:
         report.warn("env.%s" % name, "an obsolete name", _OBSOLETE[name], "NCCL 2.30 does not read it.")
     elif not is_known(name):
         close = nearest(name, NAMES)
-        report.findings.warn("env.%s" % name, "a name that NCCL 2.30 does not know", close or "a variable of NCCL's",
-                             "NCCL ignores unknown names without a word. %s" % ("Did you mean %s?" % close if close else "Check the spelling."))
+        report.findings.warn(
+            "env.%s" % name,
+            "a name that NCCL 2.30 does not know",
+            close or "a variable of NCCL's",
+            "NCCL ignores unknown names without a word. %s" % ("Did you mean %s?" % close if close else "Check the spelling."),
+        )
 
 
 def _files(rank: Rank) -> list[tuple[str, t.Mapping[str, str]]]:
     """The files that NCCL reads in this service, the stronger first: .nccl.conf of its HOME, then /etc/nccl.conf. Homes of others do not count."""
     own = rank.home.rstrip("/") + "/.nccl.conf"
-    applying = [(path, content) for path, content in rank.conf.items()
-                if isinstance(content, t.Mapping) and (path == own or not path.endswith("/.nccl.conf"))]
+    applying = [(path, content) for path, content in rank.conf.items() if isinstance(content, t.Mapping) and (path == own or not path.endswith("/.nccl.conf"))]
     return sorted(applying, key=lambda item: (item[0] != own, item[0]))
 
 
@@ -296,8 +327,12 @@ def _from_files(values: t.Mapping[str, str], asked: t.Mapping[str, str], rank: R
             seen = "%s=%s in %s" % (name, value, path)
             if name in values:
                 source = "the profile" if name in asked else "the plan"
-                report.warn("limits.nccl_conf", seen, "%s=%s, as %s sets it" % (name, values[name], source),
-                            "The environment wins over the file; remove the line so that other programs agree.")
+                report.warn(
+                    "limits.nccl_conf",
+                    seen,
+                    "%s=%s, as %s sets it" % (name, values[name], source),
+                    "The environment wins over the file; remove the line so that other programs agree.",
+                )
             elif name not in added:
                 added[name] = (value, path)
                 report.warn("limits.nccl_conf", seen, "no such line, or the same variable in the profile's env", _added_hint(name))
@@ -331,8 +366,9 @@ def _check_value(name: str, value: str, values: t.Mapping[str, str], field: str,
         return
     rule = _VALUE_RULES.get(name)
     if rule is not None and value:
-        rule(value, values, rank, lambda wanted, hint: wrong(field, value_seen, wanted, hint),
-             lambda wanted, hint: report.warn(field, value_seen, wanted, hint))
+        rule(
+            value, values, rank, lambda wanted, hint: wrong(field, value_seen, wanted, hint), lambda wanted, hint: report.warn(field, value_seen, wanted, hint)
+        )
 
 
 Tell = t.Callable[[str, str], None]
@@ -348,8 +384,10 @@ def _gid_index_value(value: str, values: t.Mapping[str, str], rank: Rank, wrong:
 def _address_range_value(value: str, values: t.Mapping[str, str], rank: Rank, wrong: Tell, note: Tell) -> None:
     network = address_range(values)
     if network is None:
-        wrong("one CIDR of the family %s, such as %s" % (("AF_INET6", "2001:db8::/64") if wants_ipv6(values) else ("AF_INET", "10.11.0.0/16")),
-              "NCCL ignores a range without / or of the other family, and says so only at NCCL_DEBUG=INFO.")
+        wrong(
+            "one CIDR of the family %s, such as %s" % (("AF_INET6", "2001:db8::/64") if wants_ipv6(values) else ("AF_INET", "10.11.0.0/16")),
+            "NCCL ignores a range without / or of the other family, and says so only at NCCL_DEBUG=INFO.",
+        )
     elif not re.match(r"[0-9a-fA-F.:]+/[0-9]+\Z", value):
         wrong("one CIDR", "NCCL reads this as %s and nothing more: there is one range for all ports." % network)
     elif (values.get("NCCL_IB_GID_INDEX") or "-1") != "-1":
@@ -366,7 +404,7 @@ def _timeout_value(value: str, values: t.Mapping[str, str], rank: Rank, wrong: T
     if seconds_exponent <= 0 or seconds_exponent >= 32:
         wrong("18 to 23", _INFINITE + ".")
     elif seconds_exponent > 23:
-        minutes = round(4.096e-6 * 2 ** seconds_exponent * 8 / 60)
+        minutes = round(4.096e-6 * 2**seconds_exponent * 8 / 60)
         note("18 to 23", "4.096 us x 2^%d for each of 8 tries: a dead peer is noticed after about %d minutes." % (seconds_exponent, minutes))
 
 
@@ -405,8 +443,10 @@ def _mnnvl_value(value: str, values: t.Mapping[str, str], rank: Rank, wrong: Tel
     if int(value) == 0 and rank.nvlink:
         wrong("1", "The replica's fabric is an NVLink domain. Name another fabric in replica_fabric instead.")
     elif int(value) == 1 and not rank.proven:
-        wrong("a proven NVLink domain", "1 forces multi-node NVLink, and NCCL ends with an error where the domain does not hold. "
-              "Name the domain in replica_fabric (nvl:...).")
+        wrong(
+            "a proven NVLink domain",
+            "1 forces multi-node NVLink, and NCCL ends with an error where the domain does not hold. Name the domain in replica_fabric (nvl:...).",
+        )
 
 
 def _debugging_switch(value: str, values: t.Mapping[str, str], rank: Rank, wrong: Tell, note: Tell) -> None:
@@ -431,15 +471,26 @@ def _disable_value(value: str, values: t.Mapping[str, str], rank: Rank, wrong: T
 
 Rule = t.Callable[[str, t.Mapping[str, str], Rank, Tell, Tell], None]
 _VALUE_RULES: dict[str, Rule] = {
-    "NCCL_IB_GID_INDEX": _gid_index_value, "NCCL_IB_ADDR_RANGE": _address_range_value, "NCCL_IB_ADDR_FAMILY": _family_value,
+    "NCCL_IB_GID_INDEX": _gid_index_value,
+    "NCCL_IB_ADDR_RANGE": _address_range_value,
+    "NCCL_IB_ADDR_FAMILY": _family_value,
     "NCCL_SOCKET_FAMILY": _family_value,
-    "NCCL_IB_TIMEOUT": _timeout_value, "NCCL_IB_RETRY_CNT": _retry_value, "NCCL_P2P_DISABLE": _p2p_disable_value, "NCCL_P2P_LEVEL": _p2p_level_value,
-    "NCCL_CUMEM_ENABLE": _cumem_value, "NCCL_MNNVL_ENABLE": _mnnvl_value, "NCCL_SHM_DISABLE": _debugging_switch, "NCCL_P2P_DIRECT_DISABLE": _debugging_switch,
-    "NCCL_MULTI_RANK_GPU_ENABLE": _multi_rank_value, "NCCL_NET": _net_value, "NCCL_IB_DISABLE": _disable_value,
+    "NCCL_IB_TIMEOUT": _timeout_value,
+    "NCCL_IB_RETRY_CNT": _retry_value,
+    "NCCL_P2P_DISABLE": _p2p_disable_value,
+    "NCCL_P2P_LEVEL": _p2p_level_value,
+    "NCCL_CUMEM_ENABLE": _cumem_value,
+    "NCCL_MNNVL_ENABLE": _mnnvl_value,
+    "NCCL_SHM_DISABLE": _debugging_switch,
+    "NCCL_P2P_DIRECT_DISABLE": _debugging_switch,
+    "NCCL_MULTI_RANK_GPU_ENABLE": _multi_rank_value,
+    "NCCL_NET": _net_value,
+    "NCCL_IB_DISABLE": _disable_value,
 }
 
 
 # ---- what they select on this host
+
 
 def _port_name(port: Port) -> str:
     return "%s:%s" % (port.get("name"), port.get("port"))
@@ -461,16 +512,28 @@ def _check_ports(asked: t.Mapping[str, str], values: t.Mapping[str, str], rank: 
     field, taken = "env.NCCL_IB_HCA", selected_ports(spec, rank.all_ports)
     plain = [port for port in taken if matches(str(port.get("name")), int(port["port"]), "=" + spec, MOST_PORTS)]
     if not taken:
-        report.fault(field, spec, "a list that selects ports of this host: %s" % _listed(rank.all_ports),
-                     "It selects none. Names differ between hosts; leave the variable to the plan, or name ports for each host in replica_fabrics.")
+        report.fault(
+            field,
+            spec,
+            "a list that selects ports of this host: %s" % _listed(rank.all_ports),
+            "It selects none. Names differ between hosts; leave the variable to the plan, or name ports for each host in replica_fabrics.",
+        )
     elif not spec.startswith(("^", "=")) and plain and len(plain) < len(taken):
         report.fault(field, spec, "=%s" % spec, "Without = every entry is a prefix, and this one selects %s (NVIDIA/nccl#236)." % _listed(taken))
     elif len({port.get("link_layer") for port in taken}) > 1:
-        report.fault(field, "%s, which selects %s" % (spec, ", ".join("%s %s" % (_port_name(port), port.get("link_layer")) for port in taken)),
-                     "ports of one link layer", "NCCL refuses or hangs on a list that mixes them (NVIDIA/nccl#302).")
+        report.fault(
+            field,
+            "%s, which selects %s" % (spec, ", ".join("%s %s" % (_port_name(port), port.get("link_layer")) for port in taken)),
+            "ports of one link layer",
+            "NCCL refuses or hangs on a list that mixes them (NVIDIA/nccl#302).",
+        )
     elif [_port_name(port) for port in taken if port not in rank.ports] or len(taken) != len(rank.ports):
-        report.warn(field, "%s, which selects %s" % (spec, _listed(taken)), "the planned ports: %s" % _listed(rank.ports),
-                    "The plan has proven nothing about these. Every rank must end with as many ports, on one fabric.")
+        report.warn(
+            field,
+            "%s, which selects %s" % (spec, _listed(taken)),
+            "the planned ports: %s" % _listed(rank.ports),
+            "The plan has proven nothing about these. Every rank must end with as many ports, on one fabric.",
+        )
 
 
 _GID_VARIABLES = {"NCCL_IB_GID_INDEX", "NCCL_IB_ADDR_RANGE", "NCCL_IB_ADDR_FAMILY", "NCCL_IB_ROCE_VERSION_NUM"}
@@ -478,8 +541,12 @@ _GID_VARIABLES = {"NCCL_IB_GID_INDEX", "NCCL_IB_ADDR_RANGE", "NCCL_IB_ADDR_FAMIL
 
 def _check_plugin(values: t.Mapping[str, str], rank: Rank, report: _Report) -> None:
     if any(port.get("transport") == "efa" for port in rank.ports) and not values.get("NCCL_NET"):
-        report.warn("env.NCCL_NET", None, "the name that the build's aws-ofi-nccl plugin gives itself",
-                    "Without it NCCL falls back to TCP in silence where the plugin does not load. NCCL_DEBUG=INFO prints it as 'Using network'.")
+        report.warn(
+            "env.NCCL_NET",
+            None,
+            "the name that the build's aws-ofi-nccl plugin gives itself",
+            "Without it NCCL falls back to TCP in silence where the plugin does not load. NCCL_DEBUG=INFO prints it as 'Using network'.",
+        )
 
 
 def _check_gids(values: t.Mapping[str, str], rank: Rank, report: _Report) -> None:
@@ -494,9 +561,12 @@ def _check_gids(values: t.Mapping[str, str], rank: Rank, report: _Report) -> Non
         entry: Port = next((gid for gid in port.get("gids") or () if int(gid["index"]) == index), {})
         told = ["%s=%s" % (name, values[name]) for name in ("NCCL_IB_GID_INDEX", "NCCL_IB_ADDR_RANGE", "NCCL_IB_ADDR_FAMILY") if values.get(name)]
         what = "%s, %s" % (entry.get("type") or "empty", entry.get("address") or "no address")
-        report.fault("hcas.gids", "%s: NCCL would use index %d (%s) under %s" % (_port_name(port), index, what, ", ".join(told) or "no variable"),
-                     "index %s, RoCE v2 with an address of the fabric" % " or ".join(map(str, sorted(right))),
-                     "Remove what the profile's env or the host's nccl.conf sets, or correct it.")
+        report.fault(
+            "hcas.gids",
+            "%s: NCCL would use index %d (%s) under %s" % (_port_name(port), index, what, ", ".join(told) or "no variable"),
+            "index %s, RoCE v2 with an address of the fabric" % " or ".join(map(str, sorted(right))),
+            "Remove what the profile's env or the host's nccl.conf sets, or correct it.",
+        )
 
 
 def _check_interfaces(asked: t.Mapping[str, str], values: t.Mapping[str, str], rank: Rank, report: _Report) -> None:
@@ -507,8 +577,12 @@ def _check_interfaces(asked: t.Mapping[str, str], values: t.Mapping[str, str], r
     for variable in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
         for name in asked.get(variable, "").split(",") if variable in asked else ():
             if name not in names:
-                report.fault("env.%s" % variable, asked[variable], "the exact name of an interface of this host: %s" % ", ".join(names),
-                             "Neither ^ nor = nor a prefix means anything here; Gloo ends, TensorPipe falls back to loopback (aws-do-eks#51).")
+                report.fault(
+                    "env.%s" % variable,
+                    asked[variable],
+                    "the exact name of an interface of this host: %s" % ", ".join(names),
+                    "Neither ^ nor = nor a prefix means anything here; Gloo ends, TensorPipe falls back to loopback (aws-do-eks#51).",
+                )
     _check_socket_interface(asked, values, rank, report)
     _check_first_address(values, rank, report)
 
@@ -523,14 +597,17 @@ def _check_socket_interface(asked: t.Mapping[str, str], values: t.Mapping[str, s
     family = values.get("NCCL_SOCKET_FAMILY")
     taken = selected_interfaces(spec, rank.interfaces, None if family not in ("AF_INET", "AF_INET6") else family == "AF_INET6")
     if not taken:
-        report.fault(field, spec, "an interface of this host that runs and has an address",
-                     "It selects none, and NCCL ends with an unclear error (NVIDIA/nccl#1837).")
+        report.fault(
+            field, spec, "an interface of this host that runs and has an address", "It selects none, and NCCL ends with an unclear error (NVIDIA/nccl#1837)."
+        )
     elif len(taken) > 1 and spec in taken:
-        report.fault(field, spec, "=%s" % spec,
-                     "Without = it is a prefix and selects %s; NCCL takes whichever the kernel lists first (nccl-tests#9)." % ", ".join(taken))
+        report.fault(
+            field, spec, "=%s" % spec, "Without = it is a prefix and selects %s; NCCL takes whichever the kernel lists first (nccl-tests#9)." % ", ".join(taken)
+        )
     elif len(taken) > 1:
-        report.warn(field, "%s, which selects %s" % (spec, ", ".join(taken)), "one interface: =%s" % rank.interface,
-                    "NCCL takes whichever the kernel lists first.")
+        report.warn(
+            field, "%s, which selects %s" % (spec, ", ".join(taken)), "one interface: =%s" % rank.interface, "NCCL takes whichever the kernel lists first."
+        )
 
 
 def _check_first_address(values: t.Mapping[str, str], rank: Rank, report: _Report) -> None:
@@ -542,5 +619,9 @@ def _check_first_address(values: t.Mapping[str, str], rank: Rank, report: _Repor
     if values.get("NCCL_SOCKET_FAMILY") == "AF_INET6":
         found = [text for text in found if ":" in text]
     if rank.address in found and found[0] != rank.address:
-        report.warn("interfaces.%s" % rank.interface, "%s before %s" % (found[0], rank.address), "the planned address first on its interface",
-                    "NCCL listens on the first address of an interface and has no way to name another. Other ranks must reach %s too." % found[0])
+        report.warn(
+            "interfaces.%s" % rank.interface,
+            "%s before %s" % (found[0], rank.address),
+            "the planned address first on its interface",
+            "NCCL listens on the first address of an interface and has no way to name another. Other ranks must reach %s too." % found[0],
+        )

@@ -35,8 +35,18 @@ def _gpus(facts: Facts) -> str:
     rows = []
     for gpu in facts["gpus"]:
         memory, held = gpu["memory"], [_holder(process) for process in gpu["processes"]]
-        rows.append([gpu.get("index"), gpu.get("model"), gpu.get("compute_capability"), "%s/%s" % (_or(memory.get("used_mib")), _or(memory.get("total_mib"))),
-                     gpu.get("numa_node"), gpu["health"].get("state"), held, gpu.get("uuid") or gpu.get("pci_bdf")])
+        rows.append(
+            [
+                gpu.get("index"),
+                gpu.get("model"),
+                gpu.get("compute_capability"),
+                "%s/%s" % (_or(memory.get("used_mib")), _or(memory.get("total_mib"))),
+                gpu.get("numa_node"),
+                gpu["health"].get("state"),
+                held,
+                gpu.get("uuid") or gpu.get("pci_bdf"),
+            ]
+        )
     return table(["GPU", "model", "capability", "MiB used/total", "NUMA", "health", "held by", "UUID"], rows) if rows else ""
 
 
@@ -52,22 +62,40 @@ def _hcas(facts: Facts) -> str:
     rows = []
     for port in sorted(facts["hcas"], key=lambda port: (port["fabrics"], str(port.get("pci_bdf")))):
         state = "usable" if port.get("usable") else "; ".join(port.get("reasons") or ("unknown",))
-        rows.append([port["fabrics"] or None, "%s:%s" % (port.get("name"), port["port"]), port["link_layer"], port.get("rate_gbps"), port.get("netdevs"), port.get("numa_node"), state])
+        rows.append(
+            [
+                port["fabrics"] or None,
+                "%s:%s" % (port.get("name"), port["port"]),
+                port["link_layer"],
+                port.get("rate_gbps"),
+                port.get("netdevs"),
+                port.get("numa_node"),
+                state,
+            ]
+        )
     return table(["fabric", "HCA port", "link", "Gb/s", "interface", "NUMA", "state"], rows) if rows else ""
 
 
 def _interfaces(facts: Facts) -> str:
-    rows = [[item.get("name"), item.get("kind"), "up" if item.get("up") else "down", item.get("speed_mbps"), item.get("mtu"), item.get("addresses")]
-            for item in facts["interfaces"] if item.get("addresses") and item.get("kind") != "loopback"]
+    rows = [
+        [item.get("name"), item.get("kind"), "up" if item.get("up") else "down", item.get("speed_mbps"), item.get("mtu"), item.get("addresses")]
+        for item in facts["interfaces"]
+        if item.get("addresses") and item.get("kind") != "loopback"
+    ]
     return table(["interface", "kind", "state", "Mb/s", "MTU", "addresses"], rows) if rows else ""
 
 
 def _builds_and_shards(facts: Facts) -> str:
     lines = []
     for engine, builds in sorted(facts["engines"].items()):
-        lines += ["  build   %s %s: version %s, fingerprint %s" % (engine, build.get("name"), build.get("version"), build.get("fingerprint")) for build in builds]
+        lines += [
+            "  build   %s %s: version %s, fingerprint %s" % (engine, build.get("name"), build.get("version"), build.get("fingerprint")) for build in builds
+        ]
     for replica, shard in sorted(facts["shards"].items()):
-        lines.append("  shard   %s rank %s: %s, revision %s%s" % (replica, shard.get("rank"), shard.get("stage"), shard.get("revision"), ", ready" if shard.get("ready") else ""))
+        lines.append(
+            "  shard   %s rank %s: %s, revision %s%s"
+            % (replica, shard.get("rank"), shard.get("stage"), shard.get("revision"), ", ready" if shard.get("ready") else "")
+        )
     return "\n".join(lines)
 
 

@@ -74,7 +74,9 @@ def examine(host: str, facts: Facts, profile: Profile, replica: str, stated_rank
     candidate = Candidate(host, facts, stated_rank=stated_rank, current_rank=rank if rank is not None and rank < profile.nodes else None)
     cordoned = facts.get("cordoned")
     if cordoned:
-        candidate.problem("cordoned", "cordoned by %s: %s" % (cordoned.get("by"), cordoned.get("reason")), "a host that is not cordoned", "Undrain the host, or take another.")
+        candidate.problem(
+            "cordoned", "cordoned by %s: %s" % (cordoned.get("by"), cordoned.get("reason")), "a host that is not cordoned", "Undrain the host, or take another."
+        )
     if not profile.on_cpu:
         _examine_gpus(candidate, profile, replica)
     return candidate
@@ -84,7 +86,12 @@ def _examine_gpus(candidate: Candidate, profile: Profile, replica: str) -> None:
     driver = candidate.facts["drivers"].get("nvidia") or {}
     gpus = candidate.facts["gpus"]
     if driver.get("state") not in (None, "ok", "gpus_missing") and not any(gpu.get("uuid") for gpu in gpus):
-        candidate.problem("drivers.nvidia", "%s: %s" % (driver.get("state"), driver.get("message") or ""), "a working NVIDIA driver that pynvml can ask", str(driver.get("hint") or ""))
+        candidate.problem(
+            "drivers.nvidia",
+            "%s: %s" % (driver.get("state"), driver.get("message") or ""),
+            "a working NVIDIA driver that pynvml can ask",
+            str(driver.get("hint") or ""),
+        )
     refused = []
     for gpu in gpus:
         reason = why_not(gpu, profile, replica) or _given_away(gpu, candidate.facts["shards"], replica)
@@ -94,8 +101,12 @@ def _examine_gpus(candidate: Candidate, profile: Profile, replica: str) -> None:
             refused.append("GPU %s (%s) %s" % (gpu.get("index"), gpu.get("uuid") or gpu.get("pci_bdf") or "no UUID", reason))
     if len(candidate.free) < profile.gpus_per_node:
         seen = "%d free of %d%s" % (len(candidate.free), len(gpus), ": " + "; ".join(refused) if refused else "")
-        candidate.problem("gpus", seen, "%d GPUs%s" % (profile.gpus_per_node, " of class %s" % profile.gpu_class if profile.gpu_class else ""),
-                          "Free the GPUs, lower gpus_per_node, or take another host.")
+        candidate.problem(
+            "gpus",
+            seen,
+            "%d GPUs%s" % (profile.gpus_per_node, " of class %s" % profile.gpu_class if profile.gpu_class else ""),
+            "Free the GPUs, lower gpus_per_node, or take another host.",
+        )
 
 
 def why_not(gpu: Gpu, profile: Profile, replica: str) -> str | None:
@@ -145,8 +156,15 @@ def _holder(process: t.Mapping[str, t.Any]) -> str:
     return "pid %s %s of %s (%s)" % (process.get("pid"), process.get("name") or "", process.get("user") or "unknown user", amount)
 
 
-def place(candidates: t.Sequence[Candidate], profile: Profile, replica: str, leader: str | None, wanted_fabric: t.Sequence[str], findings: Findings,
-          named_fabrics: t.Mapping[str, t.Any] | None = None) -> Placement | None:
+def place(
+    candidates: t.Sequence[Candidate],
+    profile: Profile,
+    replica: str,
+    leader: str | None,
+    wanted_fabric: t.Sequence[str],
+    findings: Findings,
+    named_fabrics: t.Mapping[str, t.Any] | None = None,
+) -> Placement | None:
     """Choose the hosts, give them ranks and GPUs. Returns None with faults where that cannot be done without guessing.
 
     C(wanted_fabric): what C(replica_fabric) says, empty to derive.  C(named_fabrics): C(replica_fabrics).
@@ -155,12 +173,18 @@ def place(candidates: t.Sequence[Candidate], profile: Profile, replica: str, lea
     good = [candidate for candidate in pool if not candidate.problems]
     if len(pool) < profile.nodes:
         _fault_all(pool, findings)
-        findings.fault("replica_hosts", "%d hosts: %s" % (len(pool), ", ".join(candidate.host for candidate in pool) or "none"), "%d hosts (nodes of the profile)" % profile.nodes,
-                       "Add hosts to the group, or run without --limit.")
+        findings.fault(
+            "replica_hosts",
+            "%d hosts: %s" % (len(pool), ", ".join(candidate.host for candidate in pool) or "none"),
+            "%d hosts (nodes of the profile)" % profile.nodes,
+            "Add hosts to the group, or run without --limit.",
+        )
         return None
     if len(good) < profile.nodes < len(pool):
         _fault_all(pool, findings)
-        findings.fault("replica_hosts", "%d of %d hosts can carry a shard" % (len(good), len(pool)), "%d hosts" % profile.nodes, "See the faults of the others.")
+        findings.fault(
+            "replica_hosts", "%d of %d hosts can carry a shard" % (len(good), len(pool)), "%d hosts" % profile.nodes, "See the faults of the others."
+        )
         return None
     # Where every host is needed, each gets its rank whatever speaks against it, so that all that is wrong with it is said at once.
     every = len(pool) == profile.nodes
@@ -202,7 +226,9 @@ def _wanted_ports(candidate: Candidate, wanted: t.Sequence[str], named: t.Mappin
 def _choose_hosts(good: list[Candidate], profile: Profile, leader: str | None, wanted_fabric: t.Sequence[str], findings: Findings) -> list[Candidate] | None:
     """Prefer hosts that already carry this replica, then natural order; never mix kinds of hosts that an operator may have meant apart."""
     if leader is not None and not any(candidate.host == leader for candidate in good):
-        findings.fault("replica_leader", leader, "a host of the replica that can carry a shard", "Hosts that can: %s." % ", ".join(candidate.host for candidate in good))
+        findings.fault(
+            "replica_leader", leader, "a host of the replica that can carry a shard", "Hosts that can: %s." % ", ".join(candidate.host for candidate in good)
+        )
         return None
     if len(good) == profile.nodes:
         return good
@@ -211,16 +237,26 @@ def _choose_hosts(good: list[Candidate], profile: Profile, leader: str | None, w
     for candidate in good:
         kinds.setdefault(_kind(candidate, profile, wanted_fabric, by_fabric), []).append(candidate)
     enough = {kind: members for kind, members in kinds.items() if len(members) >= profile.nodes}
-    sticky = [members for members in enough.values() if any(member.current_rank is not None or member.stated_rank is not None or member.host == leader for member in members)]
+    sticky = [
+        members
+        for members in enough.values()
+        if any(member.current_rank is not None or member.stated_rank is not None or member.host == leader for member in members)
+    ]
     options = sticky if len(sticky) == 1 else list(enough.values())
     if len(options) != 1:
         listed = "; ".join("%s: %s" % (_kind_text(kind), ", ".join(member.host for member in members)) for kind, members in sorted(kinds.items(), key=str))
-        findings.fault("replica_hosts", listed, "%d hosts of one kind" % profile.nodes if not enough else "one kind of hosts that fits",
-                       "Set gpu_class in the profile, or replica_fabric, or name the hosts.")
+        findings.fault(
+            "replica_hosts",
+            listed,
+            "%d hosts of one kind" % profile.nodes if not enough else "one kind of hosts that fits",
+            "Set gpu_class in the profile, or replica_fabric, or name the hosts.",
+        )
         return None
+
     def order(candidate: Candidate) -> tuple[t.Any, ...]:
         return (candidate.host != leader, candidate.stated_rank is None, candidate.current_rank is None, natural_key(candidate.host))
-    return sorted(options[0], key=order)[:profile.nodes]
+
+    return sorted(options[0], key=order)[: profile.nodes]
 
 
 def _one_fabric(good: list[Candidate], wanted: t.Sequence[str]) -> bool:
@@ -266,8 +302,14 @@ def _rank(chosen: list[Candidate], leader: str | None, findings: Findings) -> li
             findings.fault("replica_rank", stated, "a rank from 0 to %d" % (nodes - 1), host=candidate.host)
             return None
         if stated in by_rank:
-            findings.fault("replica_rank" if stated else "replica_leader", "rank %d for %s and for %s" % (stated, by_rank[stated].host, candidate.host), "one host for each rank",
-                           "Two leaders cannot be: state each rank once.", host=candidate.host, rank=stated)
+            findings.fault(
+                "replica_rank" if stated else "replica_leader",
+                "rank %d for %s and for %s" % (stated, by_rank[stated].host, candidate.host),
+                "one host for each rank",
+                "Two leaders cannot be: state each rank once.",
+                host=candidate.host,
+                rank=stated,
+            )
             return None
         by_rank[stated] = candidate
     rest = [candidate for candidate in chosen if candidate not in by_rank.values()]
@@ -295,7 +337,7 @@ def _pick_gpus(candidate: Candidate, profile: Profile, replica: str, ports: t.Co
         near = [_DISTANCE.get(distance, 5) for name, distance in (distances.get(gpu["uuid"]) or {}).items() if name in ports]
         return (gpu["uuid"] not in current, min(near, default=5), pci(gpu))
 
-    return tuple(sorted(sorted(candidate.free, key=order)[:profile.gpus_per_node], key=lambda gpu: (pci(gpu), gpu.get("index") or 0)))
+    return tuple(sorted(sorted(candidate.free, key=order)[: profile.gpus_per_node], key=lambda gpu: (pci(gpu), gpu.get("index") or 0)))
 
 
 def _check_one_type(ranked: list[Candidate], gpus: t.Mapping[str, tuple[Gpu, ...]], findings: Findings) -> None:
@@ -303,18 +345,31 @@ def _check_one_type(ranked: list[Candidate], gpus: t.Mapping[str, tuple[Gpu, ...
     kinds = [(rank, candidate.host, gpu) for rank, candidate in enumerate(ranked) for gpu in gpus[candidate.host]]
     if not kinds:
         return
-    known: list[tuple[str, Gpu]] = []              # the GPUs that showed something first
+    known: list[tuple[str, Gpu]] = []  # the GPUs that showed something first
     for rank, host, gpu in kinds:
         other = next((one for one in known if differ(gpu_type(one[1]), gpu_type(gpu))), None)
         if other is not None:
-            findings.fault("gpus", "GPU %s is %s" % (gpu.get("index"), described(gpu_type(gpu))), "%s, as GPU %s of %s" % (described(gpu_type(other[1])), other[1].get("index"), other[0]),
-                           "All GPUs of a replica are of one type. Set gpu_class, or take other hosts.", host=host, rank=rank)
+            findings.fault(
+                "gpus",
+                "GPU %s is %s" % (gpu.get("index"), described(gpu_type(gpu))),
+                "%s, as GPU %s of %s" % (described(gpu_type(other[1])), other[1].get("index"), other[0]),
+                "All GPUs of a replica are of one type. Set gpu_class, or take other hosts.",
+                host=host,
+                rank=rank,
+            )
         elif gpu_type(gpu) not in [gpu_type(one[1]) for one in known]:
             known.append((host, gpu))
     told = [any(part is not None for part in parts) for parts in zip(*(gpu_type(gpu) for _rank, _host, gpu in kinds))]
     for rank, host, gpu in kinds:
         if any(part is None and elsewhere for part, elsewhere in zip(gpu_type(gpu), told)):
-            findings.warn("gpus", "GPU %s is %s" % (gpu.get("index"), described(gpu_type(gpu))), "its model, memory and compute capability", "What is unknown is let through.", host=host, rank=rank)
+            findings.warn(
+                "gpus",
+                "GPU %s is %s" % (gpu.get("index"), described(gpu_type(gpu))),
+                "its model, memory and compute capability",
+                "What is unknown is let through.",
+                host=host,
+                rank=rank,
+            )
 
 
 def _not_chosen(pool: list[Candidate], ranked: list[Candidate]) -> dict[str, str]:

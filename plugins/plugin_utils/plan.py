@@ -11,7 +11,17 @@ import json
 import re
 import typing as t
 
-from ansible_collections.rankzero.inference.plugins.plugin_utils import addressing, engines, environment, fabric, gids, host_facts, model_checks, placement, ports
+from ansible_collections.rankzero.inference.plugins.plugin_utils import (
+    addressing,
+    engines,
+    environment,
+    fabric,
+    gids,
+    host_facts,
+    model_checks,
+    placement,
+    ports,
+)
 from ansible_collections.rankzero.inference.plugins.plugin_utils import profile as profiles
 from ansible_collections.rankzero.inference.plugins.plugin_utils.addressing import Endpoint
 from ansible_collections.rankzero.inference.plugins.plugin_utils.engines.base import Engine, Launch, Peer, Shard
@@ -23,9 +33,9 @@ from ansible_collections.rankzero.inference.plugins.plugin_utils.values import N
 SCHEMA = 1
 DEFAULT_HTTP_PORT = 8000
 DEFAULT_SILENT_SECONDS = 20
-RESTART = {"limit": 3, "window_seconds": 600, "backoff": [2, 10, 30]}       # so many failed runs in so many seconds, and the pauses after them
+RESTART = {"limit": 3, "window_seconds": 600, "backoff": [2, 10, 30]}  # so many failed runs in so many seconds, and the pauses after them
 TIE_KEY = "tie_key"
-_COMMENT = re.compile(r"\s[;#]")             # supervisord's parser cuts every value there, and has no quoting that prevents it
+_COMMENT = re.compile(r"\s[;#]")  # supervisord's parser cuts every value there, and has no quoting that prevents it
 _USER = re.compile(r"[A-Za-z_][A-Za-z0-9._-]{0,31}\Z")
 Facts = t.Mapping[str, t.Any]
 
@@ -53,8 +63,8 @@ class Request:
     profile: t.Any
     profiles: t.Any = None
     hosts: tuple[HostInput, ...] = ()
-    absent_hosts: tuple[str, ...] = ()         # members of the group that --limit or a failure took out of the play
-    options: t.Mapping[str, t.Any] = dataclasses.field(default_factory=dict)     # fabric, fabrics, leader, http_port, http_host, leader_port, ...
+    absent_hosts: tuple[str, ...] = ()  # members of the group that --limit or a failure took out of the play
+    options: t.Mapping[str, t.Any] = dataclasses.field(default_factory=dict)  # fabric, fabrics, leader, http_port, http_host, leader_port, ...
     key_digest: str | None = None
     program_hashes: t.Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -110,14 +120,27 @@ def build_plan(request: Request) -> dict[str, t.Any]:
 
 def _empty_plan(replica: str | None, profile: Profile | None) -> dict[str, t.Any]:
     return {
-        "schema": SCHEMA, "replica": replica, "profile": profile.as_dict() if profile else None, "engine": profile.engine if profile else None, "fingerprint": None,
-        "pool": None, "fabric": None, "leader": None, "shards": {}, "not_chosen": {}, "leaving": [], "warnings": [], "faults": [],
+        "schema": SCHEMA,
+        "replica": replica,
+        "profile": profile.as_dict() if profile else None,
+        "engine": profile.engine if profile else None,
+        "fingerprint": None,
+        "pool": None,
+        "fabric": None,
+        "leader": None,
+        "shards": {},
+        "not_chosen": {},
+        "leaving": [],
+        "warnings": [],
+        "faults": [],
     }
 
 
 def _replica_name(name: t.Any, findings: Findings) -> str | None:
     if not isinstance(name, str) or not NAME.match(name):
-        findings.fault("replica_name", name, "1 to 40 lower-case letters, digits and -, beginning and ending with a letter or digit", "It names the service and the files.")
+        findings.fault(
+            "replica_name", name, "1 to 40 lower-case letters, digits and -, beginning and ending with a letter or digit", "It names the service and the files."
+        )
         return None
     return str(name)
 
@@ -130,9 +153,13 @@ def _read_options(data: t.Any, findings: Findings) -> Options:
     named = read.mapping("replica_fabrics")
     wanted = read.text("replica_fabric") or ""
     options = Options(
-        fabric=tuple(part.strip() for part in wanted.split(",") if part.strip()), fabrics=named, leader=read.text("replica_leader"),
-        http_port=read.integer("replica_http_port", DEFAULT_HTTP_PORT, 1, 65535) or DEFAULT_HTTP_PORT, http_host=_http_host(read),
-        leader_port=read.integer("replica_leader_port", None, 1, 65535), tie_port=read.integer("replica_tie_port", None, 1, 65535),
+        fabric=tuple(part.strip() for part in wanted.split(",") if part.strip()),
+        fabrics=named,
+        leader=read.text("replica_leader"),
+        http_port=read.integer("replica_http_port", DEFAULT_HTTP_PORT, 1, 65535) or DEFAULT_HTTP_PORT,
+        http_host=_http_host(read),
+        leader_port=read.integer("replica_leader_port", None, 1, 65535),
+        tie_port=read.integer("replica_tie_port", None, 1, 65535),
         silent_seconds=read.integer("replica_silent_seconds", DEFAULT_SILENT_SECONDS, 2, 3600) or DEFAULT_SILENT_SECONDS,
     )
     read.refuse_unknown()
@@ -151,13 +178,22 @@ def _http_host(read: Reader) -> str | None:
 def _check_hosts(request: Request, findings: Findings) -> dict[str, dict[str, t.Any]]:
     """Whether all hosts are there and can be looked at. Returns the facts, in the plan's shape, of those that have some."""
     if request.absent_hosts:
-        findings.fault("hosts", "without %s" % ", ".join(sorted(request.absent_hosts)), "all hosts of the replica's group",
-                       "A replica is planned as a whole: run without --limit, and outside of sliced jobs.")
+        findings.fault(
+            "hosts",
+            "without %s" % ", ".join(sorted(request.absent_hosts)),
+            "all hosts of the replica's group",
+            "A replica is planned as a whole: run without --limit, and outside of sliced jobs.",
+        )
     for host in request.hosts:
         problem = host_facts.problem(host.facts)
         if problem:
-            findings.fault("inference_node", problem, "facts of schema %d" % host_facts.SCHEMA,
-                           "Gather them with rankzero.inference.node_facts, or give them as the inventory variable inference_node.", host=host.name)
+            findings.fault(
+                "inference_node",
+                problem,
+                "facts of schema %d" % host_facts.SCHEMA,
+                "Gather them with rankzero.inference.node_facts, or give them as the inventory variable inference_node.",
+                host=host.name,
+            )
         _check_place(host, findings)
     return {host.name: _facts_of(host, findings) for host in request.hosts if not host_facts.problem(host.facts)}
 
@@ -173,17 +209,23 @@ def _check_place(host: HostInput, findings: Findings) -> None:
 
 def _facts_of(host: HostInput, findings: Findings) -> dict[str, t.Any]:
     """The host's facts in the plan's shape. A value of another type is a fault that names its key, and then counts as unknown."""
+
     def report(key: str, seen: t.Any, wanted: str) -> None:
-        findings.fault("inference_node.%s" % shown(key), seen, wanted, "Gather the facts anew, or correct the inventory variable inference_node.", host=host.name)
+        findings.fault(
+            "inference_node.%s" % shown(key), seen, wanted, "Gather the facts anew, or correct the inventory variable inference_node.", host=host.name
+        )
+
     return host_facts.normalise(host.facts, report)
 
 
-def _plan_hosts(request: Request, options: Options, replica: str, profile: Profile, engine: Engine, facts: t.Mapping[str, dict[str, t.Any]], findings: Findings) -> dict[str, t.Any]:
+def _plan_hosts(
+    request: Request, options: Options, replica: str, profile: Profile, engine: Engine, facts: t.Mapping[str, dict[str, t.Any]], findings: Findings
+) -> dict[str, t.Any]:
     """Place the ranks, then everything that depends on where they are."""
     known = [host for host in request.hosts if host.name in facts]
     candidates = [placement.examine(host.name, facts[host.name], profile, replica, _stated_rank(host, findings)) for host in known]
     placed = None
-    if len(known) >= profile.nodes or len(known) == len(request.hosts):         # else the hosts without facts are why there are too few
+    if len(known) >= profile.nodes or len(known) == len(request.hosts):  # else the hosts without facts are why there are too few
         placed = placement.place(candidates, profile, replica, _leader(options, request, facts, findings), options.fabric, findings, options.fabrics)
     if placed is None:
         _check_unplaced(known, facts, profile, engine, findings)
@@ -201,9 +243,17 @@ def _plan_hosts(request: Request, options: Options, replica: str, profile: Profi
     tie_port = ports.choose_tie_port(ranks, options.tie_port, {options.http_port, *run_ports}, replica, findings)
     shards = _shards(ranks, options, replica, profile, engine, leader_port, request, findings)
     ports.check(ranks, shards, engine, replica, findings, tie_port)
-    tie = None if tie_port is None else {"address": shards[0].address, "port": tie_port, "secret": TIE_KEY, "silent_seconds": options.silent_seconds, "run_ports": run_ports}
+    tie = (
+        None
+        if tie_port is None
+        else {"address": shards[0].address, "port": tie_port, "secret": TIE_KEY, "silent_seconds": options.silent_seconds, "run_ports": run_ports}
+    )
     leaving = sorted((name for name in placed.not_chosen if replica in facts[name]["shards"]), key=natural_key)
-    return {"not_chosen": dict(placed.not_chosen), "leaving": leaving, **_whole(request, options, replica, profile, engine, ranks, shards, choice, tie, findings)}
+    return {
+        "not_chosen": dict(placed.not_chosen),
+        "leaving": leaving,
+        **_whole(request, options, replica, profile, engine, ranks, shards, choice, tie, findings),
+    }
 
 
 def _leader(options: Options, request: Request, facts: t.Mapping[str, t.Any], findings: Findings) -> str | None:
@@ -217,9 +267,21 @@ def _leader(options: Options, request: Request, facts: t.Mapping[str, t.Any], fi
 
 def _check_http_host(leader: Rank, options: Options, findings: Findings) -> None:
     address = addressing.parse_ip(options.http_host) if options.http_host else None
-    if address is None or address.is_unspecified or address.is_loopback or any(addressing.holds(interface, address) for interface in leader.facts["interfaces"]):
+    if (
+        address is None
+        or address.is_unspecified
+        or address.is_loopback
+        or any(addressing.holds(interface, address) for interface in leader.facts["interfaces"])
+    ):
         return
-    findings.fault("replica_http_host", options.http_host, "an address that the leader has, 0.0.0.0 or ::", "The server could not listen there.", host=leader.host.name, rank=leader.rank)
+    findings.fault(
+        "replica_http_host",
+        options.http_host,
+        "an address that the leader has, 0.0.0.0 or ::",
+        "The server could not listen there.",
+        host=leader.host.name,
+        rank=leader.rank,
+    )
 
 
 def _stated_rank(host: HostInput, findings: Findings) -> int | None:
@@ -244,15 +306,29 @@ def _choose_endpoints(ranks: list[Rank], findings: Findings) -> None:
     leader_address: str | None = None
     for one in ranks:
         if one.rank > 0 and leader_address is None and not (one.host.address or one.host.management):
-            continue            # the leader's own fault says what is missing
-        one.endpoint = addressing.choose(one.facts, host=one.host.name, rank=one.rank, explicit=one.host.address or None, management=one.host.management or None,
-                                         leader_address=leader_address if one.rank else None, single_node=len(ranks) == 1, findings=findings)
+            continue  # the leader's own fault says what is missing
+        one.endpoint = addressing.choose(
+            one.facts,
+            host=one.host.name,
+            rank=one.rank,
+            explicit=one.host.address or None,
+            management=one.host.management or None,
+            leader_address=leader_address if one.rank else None,
+            single_node=len(ranks) == 1,
+            findings=findings,
+        )
         if one.rank == 0 and one.endpoint:
             leader_address = one.endpoint.address
         resolved = addressing.loopback_name_warning(one.facts)
         if resolved and len(ranks) > 1 and not (one.endpoint and one.endpoint.address.startswith("127.")):
-            findings.warn("hostname_resolves_to", resolved, "an address of the management network", "Libraries that fall back to the host's own name would use loopback; the plan sets interfaces so that none has to.",
-                          host=one.host.name, rank=one.rank)
+            findings.warn(
+                "hostname_resolves_to",
+                resolved,
+                "an address of the management network",
+                "Libraries that fall back to the host's own name would use loopback; the plan sets interfaces so that none has to.",
+                host=one.host.name,
+                rank=one.rank,
+            )
     _check_addresses_differ(ranks, findings)
 
 
@@ -263,8 +339,14 @@ def _check_addresses_differ(ranks: list[Rank], findings: Findings) -> None:
             continue
         other = seen.setdefault(one.endpoint.address, one)
         if other is not one:
-            findings.fault("replica_address", "%s, as %s has" % (one.endpoint.address, other.host.name), "an address of its own for every rank",
-                           "Set replica_address or replica_management so that the hosts differ.", host=one.host.name, rank=one.rank)
+            findings.fault(
+                "replica_address",
+                "%s, as %s has" % (one.endpoint.address, other.host.name),
+                "an address of its own for every rank",
+                "Set replica_address or replica_management so that the hosts differ.",
+                host=one.host.name,
+                rank=one.rank,
+            )
     families = {one.endpoint.is_ipv6 for one in ranks if one.endpoint}
     if len(families) > 1:
         findings.fault("replica_management", "IPv4 on some ranks and IPv6 on others", "one address family over all ranks", "Set replica_management to a CIDR.")
@@ -275,19 +357,33 @@ def _choose_builds(ranks: list[Rank], profile: Profile, engine: Engine, findings
     for one in ranks:
         one.build = _build_of(one.host.name, one.rank, one.facts, profile, engine, findings) or {}
         if one.build and not profile.on_cpu and one.build.get("devices") is not None and not one.build["devices"]:
-            findings.fault("engines.%s" % engine.name, "build %s sees no devices" % one.build.get("name"), "a build that sees the host's GPUs",
-                           "It would serve from the CPU. Register a build with a GPU backend, or use gpus_per_node: 0.", host=one.host.name, rank=one.rank)
+            findings.fault(
+                "engines.%s" % engine.name,
+                "build %s sees no devices" % one.build.get("name"),
+                "a build that sees the host's GPUs",
+                "It would serve from the CPU. Register a build with a GPU backend, or use gpus_per_node: 0.",
+                host=one.host.name,
+                rank=one.rank,
+            )
     for key, what in (("fingerprint", "build"), ("version", "version"), ("nccl", "NCCL version")):
         _check_equal(ranks, "engines.%s.%s" % (engine.name, key), what, lambda one: one.build.get(key), findings)
-    _check_equal(ranks, "drivers.nvidia.driver", "driver version", lambda one: (one.facts["drivers"].get("nvidia") or {}).get("driver") if one.gpus else None, findings)
+    _check_equal(
+        ranks, "drivers.nvidia.driver", "driver version", lambda one: (one.facts["drivers"].get("nvidia") or {}).get("driver") if one.gpus else None, findings
+    )
 
 
 def _check_equal(ranks: list[Rank], field: str, what: str, value: t.Callable[[Rank], t.Any], findings: Findings) -> None:
     known = [(one, value(one)) for one in ranks if value(one) is not None]
     for one, seen in known[1:]:
         if seen != known[0][1]:
-            findings.fault(field, seen, "%s, the %s of rank %d (%s)" % (known[0][1], what, known[0][0].rank, known[0][0].host.name), "All ranks run the same.",
-                           host=one.host.name, rank=one.rank)
+            findings.fault(
+                field,
+                seen,
+                "%s, the %s of rank %d (%s)" % (known[0][1], what, known[0][0].rank, known[0][0].host.name),
+                "All ranks run the same.",
+                host=one.host.name,
+                rank=one.rank,
+            )
 
 
 def _build_of(host: str, rank: int | None, facts: Facts, profile: Profile, engine: Engine, findings: Findings) -> dict[str, t.Any] | None:
@@ -306,10 +402,23 @@ def _build_of(host: str, rank: int | None, facts: Facts, profile: Profile, engin
     if len(sound) > 1:
         findings.fault(field, "several builds: %s" % listed, "one build", "Set engine_version in the profile to the name of one.", host=host, rank=rank)
     elif fitting:
-        findings.fault(field, "; ".join("%s: %s" % (build["name"], ", ".join(_problems(build))) for build in fitting), "a build that works", "Register it again.", host=host, rank=rank)
+        findings.fault(
+            field,
+            "; ".join("%s: %s" % (build["name"], ", ".join(_problems(build))) for build in fitting),
+            "a build that works",
+            "Register it again.",
+            host=host,
+            rank=rank,
+        )
     else:
-        findings.fault(field, "registered builds: %s" % listed, "a registered build%s" % (" %s" % wanted if wanted else ""),
-                       "Register one: ansible-playbook rankzero.inference.check_engines -e engine_name=%s -e engine_path=PATH." % short, host=host, rank=rank)
+        findings.fault(
+            field,
+            "registered builds: %s" % listed,
+            "a registered build%s" % (" %s" % wanted if wanted else ""),
+            "Register one: ansible-playbook rankzero.inference.check_engines -e engine_name=%s -e engine_path=PATH." % short,
+            host=host,
+            rank=rank,
+        )
     return None
 
 
@@ -321,23 +430,43 @@ def _check_service(ranks: list[Rank], findings: Findings) -> None:
     for one in ranks:
         manager, python = one.host.service_manager or one.facts["host"]["service_manager"], _python(one)
         if not python.startswith("/") or _COMMENT.search(python) or (manager == "systemd" and "$" in python):
-            findings.fault("host.python.executable", python, "an absolute path that a service can start", "systemd takes no $ there, supervisord no ; or # after a space.",
-                           host=one.host.name, rank=one.rank)
+            findings.fault(
+                "host.python.executable",
+                python,
+                "an absolute path that a service can start",
+                "systemd takes no $ there, supervisord no ; or # after a space.",
+                host=one.host.name,
+                rank=one.rank,
+            )
         if manager not in ("systemd", "supervisor"):
-            findings.fault("host.service_manager", manager, "systemd (as root), or the Python package supervisor",
-                           "Become root on a host with systemd, or install supervisor beside the host's Python: pip install supervisor.", host=one.host.name, rank=one.rank)
+            findings.fault(
+                "host.service_manager",
+                manager,
+                "systemd (as root), or the Python package supervisor",
+                "Become root on a host with systemd, or install supervisor beside the host's Python: pip install supervisor.",
+                host=one.host.name,
+                rank=one.rank,
+            )
 
 
 def _choose_fabric(ranks: list[Rank], profile: Profile, engine: Engine, options: Options, findings: Findings) -> fabric.Choice:
     if len(ranks) == 1:
-        choice = fabric.none("a single node needs no network between GPUs", ",".join(options.fabric) or None, any(key.startswith("nvl:") for key in options.fabric))
+        choice = fabric.none(
+            "a single node needs no network between GPUs", ",".join(options.fabric) or None, any(key.startswith("nvl:") for key in options.fabric)
+        )
     elif profile.on_cpu and not options.fabric:
         choice = fabric.none("CPU ranks use TCP")
     elif not engine.uses_nccl and not options.fabric:
         choice = fabric.none("%s ranks talk over TCP" % engine.name)
     else:
-        choice = fabric.choose(options.fabric, options.fabrics, {one.host.name: one.facts for one in ranks}, {one.host.name: [gpu["uuid"] for gpu in one.gpus] for one in ranks},
-                               {one.host.name: one.endpoint.interface for one in ranks if one.endpoint}, findings)
+        choice = fabric.choose(
+            options.fabric,
+            options.fabrics,
+            {one.host.name: one.facts for one in ranks},
+            {one.host.name: [gpu["uuid"] for gpu in one.gpus] for one in ranks},
+            {one.host.name: one.endpoint.interface for one in ranks if one.endpoint},
+            findings,
+        )
     for one in ranks:
         one.ports = tuple(choice.ports.get(one.host.name) or ())
     if choice.nvlink and len(ranks) > 1:
@@ -407,23 +536,44 @@ def _check_nvlink(ranks: list[Rank], options: Options, findings: Findings) -> No
     wanted = next(key for key in options.fabric if key.startswith("nvl:"))
     problem = nvlink_problem(ranks, wanted)
     if problem:
-        findings.fault("replica_fabric", "%s with %s" % (wanted, problem), "all GPUs of the replica in that NVLink domain, completed and healthy",
-                       "Use the key that node facts give (nvl:<cluster>/<clique>), or another fabric. A fabric in progress is worth a second try; "
-                       "nvidia-imex-ctl -N shows the IMEX domain.")
+        findings.fault(
+            "replica_fabric",
+            "%s with %s" % (wanted, problem),
+            "all GPUs of the replica in that NVLink domain, completed and healthy",
+            "Use the key that node facts give (nvl:<cluster>/<clique>), or another fabric. A fabric in progress is worth a second try; "
+            "nvidia-imex-ctl -N shows the IMEX domain.",
+        )
 
 
-def _shards(ranks: list[Rank], options: Options, replica: str, profile: Profile, engine: Engine, leader_port: int, request: Request, findings: Findings) -> list[Shard]:
+def _shards(
+    ranks: list[Rank], options: Options, replica: str, profile: Profile, engine: Engine, leader_port: int, request: Request, findings: Findings
+) -> list[Shard]:
     leader = ranks[0].endpoint.address if ranks[0].endpoint else ""
     models = _known_models(ranks, profile)
     result = []
     for one in ranks:
         address = one.endpoint.address if one.endpoint else ""
         peers = tuple(Peer(other.rank, other.host.name, other.endpoint.address if other.endpoint else "") for other in ranks if other is not one)
-        result.append(Shard(
-            profile=profile, rank=one.rank, host=one.host.name, address=address, leader_address=leader, leader_port=leader_port, http_host=_listens_at(one, options) or address,
-            http_port=options.http_port, peers=peers, gpus=one.gpus, build=one.build, python=_python(one),
-            current_dir=below(one.host.root, "etc/rankzero/%s/current" % replica), work_dir=below(one.host.root, "var/lib/rankzero/%s" % replica), has_key=request.key_digest is not None, models=models,
-        ))
+        result.append(
+            Shard(
+                profile=profile,
+                rank=one.rank,
+                host=one.host.name,
+                address=address,
+                leader_address=leader,
+                leader_port=leader_port,
+                http_host=_listens_at(one, options) or address,
+                http_port=options.http_port,
+                peers=peers,
+                gpus=one.gpus,
+                build=one.build,
+                python=_python(one),
+                current_dir=below(one.host.root, "etc/rankzero/%s/current" % replica),
+                work_dir=below(one.host.root, "var/lib/rankzero/%s" % replica),
+                has_key=request.key_digest is not None,
+                models=models,
+            )
+        )
         if address and (one.build or not engine.needs_build):
             engine.check_shard(result[-1], findings)
     return result
@@ -450,8 +600,9 @@ def below(root: str, path: str) -> str:
     return "%s/%s" % (root.rstrip("/"), path)
 
 
-def _environment(one: Rank, shard: Shard, profile: Profile, engine: Engine, choice: fabric.Choice, proven: bool, domain: str | None,
-                 findings: Findings) -> Environment:
+def _environment(
+    one: Rank, shard: Shard, profile: Profile, engine: Engine, choice: fabric.Choice, proven: bool, domain: str | None, findings: Findings
+) -> Environment:
     env = environment.base(shard.work_dir, one.build.get("env") or {})
     environment.gpu_selection(env, one.gpus, engine.gpu_token)
     if one.endpoint:
@@ -459,12 +610,34 @@ def _environment(one: Rank, shard: Shard, profile: Profile, engine: Engine, choi
     environment.fabric_variables(env, choice, one.ports, nccl=one.build.get("nccl"), host=one.host.name, rank=one.rank, findings=findings)
     environment.nvlink_variables(env, profile.nodes, choice.nvlink, proven, domain)
     environment.threads(env, profile.threads)
-    environment.check(env, dict(profile.env), choice, one.ports, one.facts, one.endpoint, nodes=profile.nodes, proven=proven, host=one.host.name, rank=one.rank, findings=findings)
+    environment.check(
+        env,
+        dict(profile.env),
+        choice,
+        one.ports,
+        one.facts,
+        one.endpoint,
+        nodes=profile.nodes,
+        proven=proven,
+        host=one.host.name,
+        rank=one.rank,
+        findings=findings,
+    )
     return env
 
 
-def _whole(request: Request, options: Options, replica: str, profile: Profile, engine: Engine, ranks: list[Rank], shards: list[Shard], choice: fabric.Choice, tie: Facts | None,
-           findings: Findings) -> dict[str, t.Any]:
+def _whole(
+    request: Request,
+    options: Options,
+    replica: str,
+    profile: Profile,
+    engine: Engine,
+    ranks: list[Rank],
+    shards: list[Shard],
+    choice: fabric.Choice,
+    tie: Facts | None,
+    findings: Findings,
+) -> dict[str, t.Any]:
     """All parts together, and the fingerprint over everything that decides how a shard runs."""
     proven, domain = nvlink_problem(ranks, None) is None, _some_domain(ranks)
     planned = {}
@@ -472,7 +645,9 @@ def _whole(request: Request, options: Options, replica: str, profile: Profile, e
         env = _environment(one, shard, profile, engine, choice, proven, domain, findings)
         planned[one.host.name] = _planned_shard(one, shard, shards[0], profile, engine, env, tie, findings)
     whole = {
-        "pool": profile.gpu_class or _pool_of(ranks), "fabric": choice.name, "shards": planned,
+        "pool": profile.gpu_class or _pool_of(ranks),
+        "fabric": choice.name,
+        "shards": planned,
         "leader": {"host": ranks[0].host.name, "address": shards[0].address, "port": shards[0].leader_port, "url": _url(shards[0])},
     }
     whole["fingerprint"] = _fingerprint(replica, profile, whole, request)
@@ -495,21 +670,43 @@ def _http(host: str, port: int) -> str:
     return "http://%s:%d" % ("[%s]" % host if ":" in host else host, port)
 
 
-def _planned_shard(one: Rank, shard: Shard, leader: Shard, profile: Profile, engine: Engine, env: Environment, tie: Facts | None, findings: Findings) -> dict[str, t.Any]:
+def _planned_shard(
+    one: Rank, shard: Shard, leader: Shard, profile: Profile, engine: Engine, env: Environment, tie: Facts | None, findings: Findings
+) -> dict[str, t.Any]:
     serves = engine.serves_http(profile, one.rank)
     runs = [dataclasses.replace(shard, leader_port=port) for port in tie["run_ports"]] if tie else []
     by_run = [engine.launches(run) for run in runs]
     launches = [_planned_launch(launch, env, profile, shard, [run[number] for run in by_run], findings) for number, launch in enumerate(engine.launches(shard))]
     manager = one.host.service_manager or one.facts["host"].get("service_manager")
     return {
-        "rank": one.rank, "nodes": profile.nodes, "address": shard.address, "interface": one.endpoint.interface if one.endpoint else None, "serves_http": serves,
-        "gpus": [gpu["uuid"] for gpu in one.gpus], "gpu_details": model_checks.gpu_details(one, profile, engine), "hcas": [fabric.port_name(port) for port in one.ports],
-        "hca_details": _hca_details(one, launches[-1]["env"]), "sysfs_root": one.host.sysfs_root,
-        "launches": launches, "ready": _ready(one, shard, leader, profile, engine, serves), "root": one.host.root, "python": shard.python,
-        "service_manager": manager, "user": _user(one, manager), "work_dir": shard.work_dir, "stop_seconds": profile.stop_timeout,
-        "listen_ports": [{"address": address, "port": port, "what": what, **_moving(port, [engine.listen_ports(run)[number][1] for run in runs])}
-                         for number, (address, port, what) in enumerate(engine.listen_ports(shard))],
-        "leader_port": shard.leader_port, "http_port": shard.http_port, "tie": tie, "restart": RESTART, **_secrets(launches, tie), "program_files": list(engine.program_files),
+        "rank": one.rank,
+        "nodes": profile.nodes,
+        "address": shard.address,
+        "interface": one.endpoint.interface if one.endpoint else None,
+        "serves_http": serves,
+        "gpus": [gpu["uuid"] for gpu in one.gpus],
+        "gpu_details": model_checks.gpu_details(one, profile, engine),
+        "hcas": [fabric.port_name(port) for port in one.ports],
+        "hca_details": _hca_details(one, launches[-1]["env"]),
+        "sysfs_root": one.host.sysfs_root,
+        "launches": launches,
+        "ready": _ready(one, shard, leader, profile, engine, serves),
+        "root": one.host.root,
+        "python": shard.python,
+        "service_manager": manager,
+        "user": _user(one, manager),
+        "work_dir": shard.work_dir,
+        "stop_seconds": profile.stop_timeout,
+        "listen_ports": [
+            {"address": address, "port": port, "what": what, **_moving(port, [engine.listen_ports(run)[number][1] for run in runs])}
+            for number, (address, port, what) in enumerate(engine.listen_ports(shard))
+        ],
+        "leader_port": shard.leader_port,
+        "http_port": shard.http_port,
+        "tie": tie,
+        "restart": RESTART,
+        **_secrets(launches, tie),
+        "program_files": list(engine.program_files),
         "revision_files": dict(engine.revision_files(shard, {name for launch in launches for name in (*launch["env"], *launch["secret_env"])})),
         "build": {key: one.build.get(key) for key in ("name", "version", "fingerprint")} if one.build else None,
     }
@@ -522,7 +719,9 @@ def _hca_details(one: Rank, env: t.Mapping[str, str]) -> list[dict[str, t.Any]]:
     for port in one.ports:
         entry = next((gid for gid in port["gids"] if index.isdecimal() and gid.get("index") == int(index)), None)
         address = gids.address_of(entry) if entry else None
-        details.append({"name": port["name"], "port": port["port"], "gid_index": int(index) if address else None, "gid_address": str(address) if address else None})
+        details.append(
+            {"name": port["name"], "port": port["port"], "gid_index": int(index) if address else None, "gid_address": str(address) if address else None}
+        )
     return details
 
 
@@ -534,7 +733,10 @@ def _moving(port: int, of_runs: t.Sequence[int]) -> dict[str, t.Any]:
 def _secrets(launches: t.Sequence[Facts], tie: Facts | None) -> dict[str, t.Any]:
     """The names of the rank's secrets, and the text around those that are files of their own; never a secret itself."""
     files = {name: text for launch in launches for name, text in launch["secret_files"].items()}
-    return {"secrets": (["api_key"] if files or any(launch["secret_env"] for launch in launches) else []) + sorted(files) + ([tie["secret"]] if tie else []), "secret_files": files}
+    return {
+        "secrets": (["api_key"] if files or any(launch["secret_env"] for launch in launches) else []) + sorted(files) + ([tie["secret"]] if tie else []),
+        "secret_files": files,
+    }
 
 
 def _user(one: Rank, manager: t.Any) -> str:
@@ -555,17 +757,37 @@ def _planned_launch(launch: Launch, shared: Environment, profile: Profile, shard
         env.values.pop(variable, None)
         env.why[variable] = "the secret %s, read from a file at start" % launch.secret_env[variable]
     return {
-        "name": launch.name, "path": launch.path, "args": list(launch.args), "env": dict(sorted(env.values.items())), "why": dict(sorted(env.why.items())),
-        "secret_env": sorted(launch.secret_env), "secrets": dict(launch.secret_env), "secret_files": dict(launch.secret_files),
-        "secret_args": [{"position": position, "secret": name} for position, name in sorted(launch.secret_args.items())], "wait_for_leader_port": launch.wait_for_leader_port,
-        "wait_for_leader": {"address": shard.leader_address, "port": launch.wait_for_leader_port, **_moving(launch.wait_for_leader_port, [run.wait_for_leader_port or 0 for run in runs])}
-                           if launch.wait_for_leader_port else None,
-        "wait_for_ranks": [{"rank": rank, "address": address, "port": port, **_moving(port, [run.wait_for_ranks[number][2] for run in runs])}
-                           for number, (rank, address, port) in enumerate(launch.wait_for_ranks)],
-        "run_args": [{"position": position, "values": [run.args[position] for run in runs]}
-                     for position, argument in enumerate(launch.args) if any(run.args[position] != argument for run in runs)],
-        "run_env": [{"name": name, "values": [run.env[name][0] for run in runs]}
-                    for name, (value, _why) in sorted(launch.env.items()) if env.values.get(name) == value and any(run.env[name][0] != value for run in runs)],
+        "name": launch.name,
+        "path": launch.path,
+        "args": list(launch.args),
+        "env": dict(sorted(env.values.items())),
+        "why": dict(sorted(env.why.items())),
+        "secret_env": sorted(launch.secret_env),
+        "secrets": dict(launch.secret_env),
+        "secret_files": dict(launch.secret_files),
+        "secret_args": [{"position": position, "secret": name} for position, name in sorted(launch.secret_args.items())],
+        "wait_for_leader_port": launch.wait_for_leader_port,
+        "wait_for_leader": {
+            "address": shard.leader_address,
+            "port": launch.wait_for_leader_port,
+            **_moving(launch.wait_for_leader_port, [run.wait_for_leader_port or 0 for run in runs]),
+        }
+        if launch.wait_for_leader_port
+        else None,
+        "wait_for_ranks": [
+            {"rank": rank, "address": address, "port": port, **_moving(port, [run.wait_for_ranks[number][2] for run in runs])}
+            for number, (rank, address, port) in enumerate(launch.wait_for_ranks)
+        ],
+        "run_args": [
+            {"position": position, "values": [run.args[position] for run in runs]}
+            for position, argument in enumerate(launch.args)
+            if any(run.args[position] != argument for run in runs)
+        ],
+        "run_env": [
+            {"name": name, "values": [run.env[name][0] for run in runs]}
+            for name, (value, _why) in sorted(launch.env.items())
+            if env.values.get(name) == value and any(run.env[name][0] != value for run in runs)
+        ],
     }
 
 
@@ -573,11 +795,22 @@ def _ready(one: Rank, shard: Shard, leader: Shard, profile: Profile, engine: Eng
     """What the gate asks of this rank (docs/architecture.md, launch.json)."""
     devices = engine.devices_command(shard) if one.gpus else None
     return {
-        "engine": profile.engine, "serves_http": serves, "url": _url(shard) if serves else None, "health_path": engine.health_path, "models_path": engine.models_path,
-        "expect_models": engine.expected_models(profile) if serves else [], "probe_path": engine.probe_path, "probe_model": profile.served_model_name,
-        "key_secret": "api_key" if serves and shard.has_key else None, "key_protects": engine.key_protects if serves and shard.has_key else None,
-        "gpu_evidence": not profile.on_cpu, "falls_back_to_cpu": engine.falls_back_to_cpu, "devices_command": {"path": devices[0], "args": list(devices[1])} if devices else None,
-        "accepts_on_port": engine.accepts_on_port(shard), "budget_seconds": profile.ready_timeout, "warmup_503": engine.warmup_503,
+        "engine": profile.engine,
+        "serves_http": serves,
+        "url": _url(shard) if serves else None,
+        "health_path": engine.health_path,
+        "models_path": engine.models_path,
+        "expect_models": engine.expected_models(profile) if serves else [],
+        "probe_path": engine.probe_path,
+        "probe_model": profile.served_model_name,
+        "key_secret": "api_key" if serves and shard.has_key else None,
+        "key_protects": engine.key_protects if serves and shard.has_key else None,
+        "gpu_evidence": not profile.on_cpu,
+        "falls_back_to_cpu": engine.falls_back_to_cpu,
+        "devices_command": {"path": devices[0], "args": list(devices[1])} if devices else None,
+        "accepts_on_port": engine.accepts_on_port(shard),
+        "budget_seconds": profile.ready_timeout,
+        "warmup_503": engine.warmup_503,
         "leader_health": None if one.rank == 0 else {"url": _url(leader), "path": engine.health_path},
     }
 
@@ -585,7 +818,13 @@ def _ready(one: Rank, shard: Shard, leader: Shard, profile: Profile, engine: Eng
 def _fingerprint(replica: str, profile: Profile, whole: t.Mapping[str, t.Any], request: Request) -> str:
     """16 hex digits over everything that decides how any rank runs, so that a change of one rank moves all of them together."""
     content = {
-        "schema": SCHEMA, "replica": replica, "profile": profile.as_dict(), "fabric": whole["fabric"], "leader": whole["leader"], "key": request.key_digest,
-        "programs": dict(request.program_hashes), "shards": whole["shards"],
+        "schema": SCHEMA,
+        "replica": replica,
+        "profile": profile.as_dict(),
+        "fabric": whole["fabric"],
+        "leader": whole["leader"],
+        "key": request.key_digest,
+        "programs": dict(request.program_hashes),
+        "shards": whole["shards"],
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]

@@ -19,7 +19,7 @@ if t.TYPE_CHECKING:
 LEADER_PORTS = range(29500, 30000)
 TIE_PORTS = range(29400, 29500)
 TIE = "the tie of the ranks"
-RUN_PORTS = 10          # consecutive runs meet on different ports, so that what is left of one run does not meet the next
+RUN_PORTS = 10  # consecutive runs meet on different ports, so that what is left of one run does not meet the next
 
 
 def run_ports(leader_port: int, nodes: int, needed: t.Sequence[int] = (0,)) -> list[int]:
@@ -46,12 +46,20 @@ def choose_tie_port(ranks: t.Sequence[Rank], stated: int | None, others: t.Colle
     for port in candidates:
         if port not in taken and _holder(leader, address, port, replica) is None:
             return port
-    findings.fault("replica_tie_port", "no free port from %d to %d" % (TIE_PORTS[0], TIE_PORTS[-1]), "a port that is free on the leader", "Set replica_tie_port.",
-                   host=leader.host.name, rank=0)
+    findings.fault(
+        "replica_tie_port",
+        "no free port from %d to %d" % (TIE_PORTS[0], TIE_PORTS[-1]),
+        "a port that is free on the leader",
+        "Set replica_tie_port.",
+        host=leader.host.name,
+        rank=0,
+    )
     return TIE_PORTS[0]
 
 
-def choose_leader_port(ranks: t.Sequence[Rank], stated: int | None, http_port: int, replica: str, nodes: int, findings: Findings, needed: t.Sequence[int] = (0,)) -> int:
+def choose_leader_port(
+    ranks: t.Sequence[Rank], stated: int | None, http_port: int, replica: str, nodes: int, findings: Findings, needed: t.Sequence[int] = (0,)
+) -> int:
     """The port that the ranks meet on: as stated; else the one that the replica has now; else the first that is free on every rank's host.
 
     C(needed): distances from it of the ports that the leader binds for the ranks.
@@ -66,18 +74,25 @@ def choose_leader_port(ranks: t.Sequence[Rank], stated: int | None, http_port: i
     taken = {http_port}
     for one in ranks:
         taken |= {entry["port"] for entry in one.facts["ports_in_use"] if not _ours(entry, one, replica)} | _of_other_replicas(one, replica)
-    candidates: list[int] = [*sorted(current), *LEADER_PORTS[::RUN_PORTS * (max(needed) + 1)]]
+    candidates: list[int] = [*sorted(current), *LEADER_PORTS[:: RUN_PORTS * (max(needed) + 1)]]
     for port in candidates:
         if not taken & {start + distance for start in run_ports(port, nodes, needed) for distance in needed}:
             return port
-    findings.fault("replica_leader_port", "no free port from %d to %d" % (LEADER_PORTS[0], LEADER_PORTS[-1]), "a port that is free on every rank's host", "Set replica_leader_port.")
+    findings.fault(
+        "replica_leader_port",
+        "no free port from %d to %d" % (LEADER_PORTS[0], LEADER_PORTS[-1]),
+        "a port that is free on every rank's host",
+        "Set replica_leader_port.",
+    )
     return LEADER_PORTS[0]
 
 
 def _of_other_replicas(one: Rank, replica: str) -> set[int]:
     """Ports of replicas that are deployed but may be stopped just now."""
     others = [shard for name, shard in one.facts["shards"].items() if name != replica]
-    return {shard[key] for shard in others for key in ("leader_port", "http_port", "tie_port") if shard[key]} | {port for shard in others for port in shard["run_ports"]}
+    return {shard[key] for shard in others for key in ("leader_port", "http_port", "tie_port") if shard[key]} | {
+        port for shard in others for port in shard["run_ports"]
+    }
 
 
 def check(ranks: t.Sequence[Rank], shards: t.Sequence[Shard], engine: Engine, replica: str, findings: Findings, tie_port: int | None = None) -> None:
@@ -89,12 +104,24 @@ def check(ranks: t.Sequence[Rank], shards: t.Sequence[Shard], engine: Engine, re
         for address, port, what in [*first, *(entry for ports in later for entry in ports if entry not in first)]:
             holder = _holder(one, address, port, replica) or _deployed(one, port, replica)
             if holder:
-                findings.fault("ports_in_use", "port %d (%s) held by %s" % (port, what, holder), "a free port",
-                               "Stop that process, or set %s." % _variable(what), host=one.host.name, rank=one.rank)
+                findings.fault(
+                    "ports_in_use",
+                    "port %d (%s) held by %s" % (port, what, holder),
+                    "a free port",
+                    "Stop that process, or set %s." % _variable(what),
+                    host=one.host.name,
+                    rank=one.rank,
+                )
             ephemeral = one.facts["limits"]["ephemeral_ports"] if (address, port, what) in first else []
             if len(ephemeral) == 2 and ephemeral[0] <= port <= ephemeral[1]:
-                findings.warn("port", "%d (%s)" % (port, what), "a port outside of the ephemeral range %d-%d" % tuple(ephemeral),
-                              "The kernel may give it to an outgoing connection before the engine listens.", host=one.host.name, rank=one.rank)
+                findings.warn(
+                    "port",
+                    "%d (%s)" % (port, what),
+                    "a port outside of the ephemeral range %d-%d" % tuple(ephemeral),
+                    "The kernel may give it to an outgoing connection before the engine listens.",
+                    host=one.host.name,
+                    rank=one.rank,
+                )
 
 
 def _variable(what: str) -> str:
@@ -114,7 +141,11 @@ def _holder(one: Rank, address: str, port: int, replica: str) -> str | None:
 def _deployed(one: Rank, port: int, replica: str) -> str | None:
     """Another replica's leader on this host has the port as soon as it runs, also while it is stopped just now."""
     for name, shard in sorted(one.facts["shards"].items()):
-        if name != replica and shard["rank"] == 0 and port in (shard["http_port"], shard["tie_port"], *shard["run_ports"], shard["leader_port"] if (shard["nodes"] or 0) > 1 else None):
+        if (
+            name != replica
+            and shard["rank"] == 0
+            and port in (shard["http_port"], shard["tie_port"], *shard["run_ports"], shard["leader_port"] if (shard["nodes"] or 0) > 1 else None)
+        ):
             return "shard %s/0, which is deployed here" % name
     return None
 

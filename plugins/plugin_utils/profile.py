@@ -104,13 +104,17 @@ def parse(data: t.Mapping[str, t.Any], where: str, name: str, findings: Findings
     read = Reader(data, where, findings)
     nodes = read.integer("nodes", 1, 1, 4096) or 1
     tp = read.integer("tp", 1, 1, 4096) or 1
-    pp = read.integer("pp", 1, 0, 4096) or 1        # 0 and absent both mean no pipeline parallelism
+    pp = read.integer("pp", 1, 0, 4096) or 1  # 0 and absent both mean no pipeline parallelism
     dp = read.integer("dp", 1, 1, 4096) or 1
     gpus_per_node = read.integer("gpus_per_node", None, 0, 64)
     if gpus_per_node is None:
         if nodes > 1 and not read.is_wrong("gpus_per_node"):
-            read.wrong("gpus_per_node", data.get("gpus_per_node"), "the number of GPUs that each of the %d nodes gives" % nodes,
-                       "With more than one node it cannot be derived: set it (0 for a CPU profile).")
+            read.wrong(
+                "gpus_per_node",
+                data.get("gpus_per_node"),
+                "the number of GPUs that each of the %d nodes gives" % nodes,
+                "With more than one node it cannot be derived: set it (0 for a CPU profile).",
+            )
         gpus_per_node = tp
     own_name = read.text("name", _own_name(name, read), wanted="a name") or ""
     profile = Profile(
@@ -120,7 +124,11 @@ def parse(data: t.Mapping[str, t.Any], where: str, name: str, findings: Findings
         gpu_class=read.text("gpu_class", wanted="a GPU class such as H100"),
         model_path=_path(read, "model_path", "Set model_path; it may not be empty."),
         served_model_name=_served_name(read, own_name),
-        tp=tp, pp=pp, dp=dp, nodes=nodes, gpus_per_node=gpus_per_node,
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
         threads=read.integer("threads", 0, 0, 4096) or 0,
         distributed=read.choice("distributed", ("mp", "ray"), "mp"),
         dp_mode=read.choice("dp_mode", ("internal", "hybrid"), "internal"),
@@ -170,7 +178,9 @@ def _served_name(read: Reader, default: str) -> str:
 def _check_model_names(profile: Profile, where: str, findings: Findings) -> None:
     names = [profile.served_model_name] + [adapter.name for adapter in profile.adapters]
     for name in sorted({name for name in names if names.count(name) > 1}):
-        findings.fault("%s.adapters" % where, "the name %s more than once" % name, "a name of its own for each adapter and for the model", "Requests choose by it.")
+        findings.fault(
+            "%s.adapters" % where, "the name %s more than once" % name, "a name of its own for each adapter and for the model", "Requests choose by it."
+        )
 
 
 def _check_shape(profile: Profile, where: str, findings: Findings) -> None:
@@ -179,9 +189,12 @@ def _check_shape(profile: Profile, where: str, findings: Findings) -> None:
         return
     have, need = profile.nodes * profile.gpus_per_node, profile.tp * profile.pp * profile.dp
     if have != need:
-        findings.fault("%s.gpus_per_node" % where, "nodes %d x gpus_per_node %d = %d GPUs" % (profile.nodes, profile.gpus_per_node, have),
-                       "tp %d x pp %d%s = %d GPUs" % (profile.tp, profile.pp, " x dp %d" % profile.dp if profile.dp > 1 else "", need),
-                       "Change nodes, gpus_per_node, tp or pp so that both sides agree.")
+        findings.fault(
+            "%s.gpus_per_node" % where,
+            "nodes %d x gpus_per_node %d = %d GPUs" % (profile.nodes, profile.gpus_per_node, have),
+            "tp %d x pp %d%s = %d GPUs" % (profile.tp, profile.pp, " x dp %d" % profile.dp if profile.dp > 1 else "", need),
+            "Change nodes, gpus_per_node, tp or pp so that both sides agree.",
+        )
 
 
 def _environment(read: Reader, findings: Findings, where: str) -> tuple[tuple[str, str], ...]:

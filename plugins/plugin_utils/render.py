@@ -46,7 +46,7 @@ def render(shard: Plan, templates: t.Mapping[str, str], programs: t.Mapping[str,
     files = {
         SHARD_ENV: render_template(templates["shard.env.j2"], {"shard": shard, "environment": shared, "why": _why(shard["launches"])}),
         LAUNCH: json.dumps(launch_document(shard, shared), indent=2, sort_keys=True, ensure_ascii=False) + "\n",
-        unit_name: unit,            # kept beside the revision, so that a rollback restores the service as it was
+        unit_name: unit,  # kept beside the revision, so that a rollback restores the service as it was
         **shard["revision_files"],
         **programs,
     }
@@ -56,7 +56,9 @@ def render(shard: Plan, templates: t.Mapping[str, str], programs: t.Mapping[str,
 def render_template(text: str, values: t.Mapping[str, t.Any]) -> str:
     """Plain Jinja2 with strict undefined names: values are data, never templates."""
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False)
-    environment.filters.update(env_value=env_value, unit_word=unit_word, unit_text=unit_text, supervisor_word=supervisor_word, supervisor_text=supervisor_text, comment=comment)
+    environment.filters.update(
+        env_value=env_value, unit_word=unit_word, unit_text=unit_text, supervisor_word=supervisor_word, supervisor_text=supervisor_text, comment=comment
+    )
     return environment.from_string(text).render(values)
 
 
@@ -74,8 +76,11 @@ def paths(shard: Plan) -> dict[str, str]:
     """Directories of a shard on its host."""
     root, replica = shard["root"].rstrip("/"), shard["labels"]["replica"]
     return {
-        "config_dir": "%s/etc/rankzero/%s" % (root, replica), "current_dir": "%s/etc/rankzero/%s/current" % (root, replica), "state_dir": "%s/run/rankzero/%s" % (root, replica),
-        "work_dir": shard["work_dir"], "log_dir": "%s/var/log/rankzero/%s" % (root, replica),
+        "config_dir": "%s/etc/rankzero/%s" % (root, replica),
+        "current_dir": "%s/etc/rankzero/%s/current" % (root, replica),
+        "state_dir": "%s/run/rankzero/%s" % (root, replica),
+        "work_dir": shard["work_dir"],
+        "log_dir": "%s/var/log/rankzero/%s" % (root, replica),
     }
 
 
@@ -87,19 +92,44 @@ def launch_document(shard: Plan, shared: t.Mapping[str, str]) -> dict[str, t.Any
     """launch.json (docs/architecture.md)."""
     directories = paths(shard)
     return {
-        "schema": 1, "replica": shard["labels"]["replica"], "rank": shard["rank"], "nodes": shard["nodes"], "fingerprint": shard["fingerprint"], "labels": dict(shard["labels"]),
-        "paths": {"state_dir": directories["state_dir"], "work_dir": directories["work_dir"]}, "stop_seconds": shard["stop_seconds"],
-        "launches": [_launch(launch, shared) for launch in shard["launches"]], "gpus": list(shard["gpu_details"]), "hcas": list(shard["hca_details"]), "sysfs_root": shard["sysfs_root"], "ready": dict(shard["ready"]),
-        "listen_ports": list(shard["listen_ports"]), "addresses": [shard["address"]], "address": shard["address"], "leader_port": shard["leader_port"], "http_port": shard["http_port"],
-        "build": shard["build"], "secrets": list(shard["secrets"]), "tie": shard["tie"], "tie_port": shard["tie"]["port"] if shard["tie"] else None, "restart": shard["restart"],
+        "schema": 1,
+        "replica": shard["labels"]["replica"],
+        "rank": shard["rank"],
+        "nodes": shard["nodes"],
+        "fingerprint": shard["fingerprint"],
+        "labels": dict(shard["labels"]),
+        "paths": {"state_dir": directories["state_dir"], "work_dir": directories["work_dir"]},
+        "stop_seconds": shard["stop_seconds"],
+        "launches": [_launch(launch, shared) for launch in shard["launches"]],
+        "gpus": list(shard["gpu_details"]),
+        "hcas": list(shard["hca_details"]),
+        "sysfs_root": shard["sysfs_root"],
+        "ready": dict(shard["ready"]),
+        "listen_ports": list(shard["listen_ports"]),
+        "addresses": [shard["address"]],
+        "address": shard["address"],
+        "leader_port": shard["leader_port"],
+        "http_port": shard["http_port"],
+        "build": shard["build"],
+        "secrets": list(shard["secrets"]),
+        "tie": shard["tie"],
+        "tie_port": shard["tie"]["port"] if shard["tie"] else None,
+        "restart": shard["restart"],
     }
 
 
 def _launch(launch: Plan, shared: t.Mapping[str, str]) -> dict[str, t.Any]:
     return {
-        "name": launch["name"], "path": launch["path"], "args": list(launch["args"]), "env": {name: value for name, value in launch["env"].items() if name not in shared},
-        "secret_env": dict(launch["secrets"]), "secret_args": list(launch["secret_args"]), "wait_for_leader_port": launch["wait_for_leader"], "wait_for_ranks": list(launch["wait_for_ranks"]),
-        "run_args": list(launch["run_args"]), "run_env": list(launch["run_env"]),
+        "name": launch["name"],
+        "path": launch["path"],
+        "args": list(launch["args"]),
+        "env": {name: value for name, value in launch["env"].items() if name not in shared},
+        "secret_env": dict(launch["secrets"]),
+        "secret_args": list(launch["secret_args"]),
+        "wait_for_leader_port": launch["wait_for_leader"],
+        "wait_for_ranks": list(launch["wait_for_ranks"]),
+        "run_args": list(launch["run_args"]),
+        "run_env": list(launch["run_env"]),
     }
 
 

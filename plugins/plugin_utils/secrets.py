@@ -29,10 +29,17 @@ def check(key: t.Any, findings: Findings) -> str | None:
         findings.fault("replica_api_key", "a value that is no text", "text", "Quote it.")
         return None
     if not all("!" <= character <= "~" for character in key):
-        findings.fault("replica_api_key", "(secret) with spaces, control or non-ASCII characters", "printable ASCII without spaces", "It travels in an HTTP header.")
+        findings.fault(
+            "replica_api_key", "(secret) with spaces, control or non-ASCII characters", "printable ASCII without spaces", "It travels in an HTTP header."
+        )
         return None
     if "," in key or key.startswith(("#", "-")):
-        findings.fault("replica_api_key", "(secret) with a comma, or beginning with # or -", "a key without them", "llama.cpp splits and comments there; SGLang would take it for an option.")
+        findings.fault(
+            "replica_api_key",
+            "(secret) with a comma, or beginning with # or -",
+            "a key without them",
+            "llama.cpp splits and comments there; SGLang would take it for an option.",
+        )
         return None
     return str(key)
 

@@ -27,14 +27,24 @@ def ranks(replica: str, seen: Seen, planned: t.Mapping[str, t.Any] | None = None
             continue
         verdict = (look or {}).get("verdict") or {"evidence": record.get("evidence")}
         gpus = ((verdict.get("evidence") or {}).get("gpus")) or []
-        found.append({
-            "rank": record.get("rank"), "nodes": record.get("nodes"), "host": host, "stage": verdict.get("stage") or record.get("stage"),
-            "ready": bool(verdict["ready"]) if "ready" in verdict else bool(record.get("ready")), "held_mib": [gpu.get("held_mib") for gpu in gpus],
-            "expected_mib": [gpu.get("expected_mib") for gpu in gpus], "restarts": record.get("restarts"), "revision": record.get("revision"),
-            "service": "active" if (record.get("unit") or {}).get("active") else "inactive", "profile": record.get("profile"), "fabric": record.get("fabric"),
-            "without_gpu_evidence": bool((verdict.get("evidence") or {}).get("judged_without_gpu") or verdict.get("judged_without_gpu")),
-            "reason": verdict.get("reason") or record.get("detail"),
-        })
+        found.append(
+            {
+                "rank": record.get("rank"),
+                "nodes": record.get("nodes"),
+                "host": host,
+                "stage": verdict.get("stage") or record.get("stage"),
+                "ready": bool(verdict["ready"]) if "ready" in verdict else bool(record.get("ready")),
+                "held_mib": [gpu.get("held_mib") for gpu in gpus],
+                "expected_mib": [gpu.get("expected_mib") for gpu in gpus],
+                "restarts": record.get("restarts"),
+                "revision": record.get("revision"),
+                "service": "active" if (record.get("unit") or {}).get("active") else "inactive",
+                "profile": record.get("profile"),
+                "fabric": record.get("fabric"),
+                "without_gpu_evidence": bool((verdict.get("evidence") or {}).get("judged_without_gpu") or verdict.get("judged_without_gpu")),
+                "reason": verdict.get("reason") or record.get("detail"),
+            }
+        )
     return sorted(found, key=lambda entry: (not isinstance(entry["rank"], int), entry["rank"] if isinstance(entry["rank"], int) else 0, entry["host"]))
 
 
@@ -48,8 +58,18 @@ def _deployed(record: t.Mapping[str, t.Any] | None, shard: t.Mapping[str, t.Any]
     if shard is None:
         return None
     labels = shard["labels"]
-    return {**(record or {}), "rank": shard["rank"], "nodes": shard["nodes"], "revision": shard["fingerprint"], "stage": "ready", "ready": bool((look or {}).get("ready", True)),
-            "unit": {"active": True}, "profile": labels["profile"], "fabric": labels["fabric"], "restarts": (record or {}).get("restarts") if not look else 0}
+    return {
+        **(record or {}),
+        "rank": shard["rank"],
+        "nodes": shard["nodes"],
+        "revision": shard["fingerprint"],
+        "stage": "ready",
+        "ready": bool((look or {}).get("ready", True)),
+        "unit": {"active": True},
+        "profile": labels["profile"],
+        "fabric": labels["fabric"],
+        "restarts": (record or {}).get("restarts") if not look else 0,
+    }
 
 
 def whole(found: t.Sequence[t.Mapping[str, t.Any]]) -> bool:
@@ -63,7 +83,19 @@ def whole(found: t.Sequence[t.Mapping[str, t.Any]]) -> bool:
 def text(replica: str, found: t.Sequence[t.Mapping[str, t.Any]], hosts: t.Sequence[str], endpoint: str | None = None) -> str:
     if not found:
         return "Replica %s: no shard on any of %d host(s)." % (replica, len(hosts))
-    rows = [[entry["rank"], entry["host"], entry["stage"], "yes" if entry["ready"] else "no", entry["service"], entry["restarts"], _memory(entry), entry["revision"]] for entry in found]
+    rows = [
+        [
+            entry["rank"],
+            entry["host"],
+            entry["stage"],
+            "yes" if entry["ready"] else "no",
+            entry["service"],
+            entry["restarts"],
+            _memory(entry),
+            entry["revision"],
+        ]
+        for entry in found
+    ]
     head = "Replica %s: %s%s" % (replica, "ready" if whole(found) else "NOT ready", " at %s" % endpoint if endpoint else "")
     lines = [head, table(["rank", "host", "stage", "ready", "service", "restarts", "GPU MiB held/expected", "revision"], rows)]
     lines += ["  rank %s (%s): %s" % (entry["rank"], entry["host"], entry["reason"]) for entry in found if entry["reason"] and not entry["ready"]]

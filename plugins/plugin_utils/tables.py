@@ -76,6 +76,16 @@ def _ranks(plan: Plan) -> str:
     for host, shard in sorted(plan["shards"].items(), key=lambda item: item[1]["rank"]):
         gpus = [gpu["index"] if gpu["index"] is not None else gpu["uuid"] for gpu in shard["gpu_details"]]
         expected = sorted({gpu["expected_mib"] for gpu in shard["gpu_details"]})
-        rows.append([shard["rank"], host, "%s (%s)" % (shard["address"], shard["interface"]), gpus, expected, shard["hcas"], [launch["name"] for launch in shard["launches"]],
-                     shard["http_port"] if shard["serves_http"] else None])
+        rows.append(
+            [
+                shard["rank"],
+                host,
+                "%s (%s)" % (shard["address"], shard["interface"]),
+                gpus,
+                expected,
+                shard["hcas"],
+                [launch["name"] for launch in shard["launches"]],
+                shard["http_port"] if shard["serves_http"] else None,
+            ]
+        )
     return table(["rank", "host", "address", "GPUs", "MiB each at least", "HCAs", "launches", "HTTP port"], rows)

@@ -123,7 +123,7 @@ class Reader:
         if value is None:
             return []
         if not isinstance(value, (list, tuple)):
-            self.wrong(field, value, "a list of strings", "Write one list item for each argument: [\"--max-model-len\", \"32768\"].")
+            self.wrong(field, value, "a list of strings", 'Write one list item for each argument: ["--max-model-len", "32768"].')
             return []
         items: list[str] = []
         for number, item in enumerate(value):

@@ -40,26 +40,69 @@ def host_facts(number: int) -> dict[str, Any]:
     """Whole facts of one host; every host has other addresses, UUIDs and GUIDs."""
     high, low = divmod(number, 250)
     address = f"10.0.{high}.{low + 1}"
-    gpus = [{
-        "index": index, "uuid": f"GPU-{number:08x}-0000-4000-8000-{index:012d}", "pci_bdf": f"0000:{0x10 + 10 * index:02x}:00.0", "vendor": "nvidia", "model": "NVIDIA H100 80GB HBM3",
-        "arch": "hopper", "compute_capability": "9.0", "numa_node": index // 4, "memory": {"model": "discrete", "total_mib": 81559, "used_mib": 0, "reserved_mib": 551, "unattributed_mib": 0},
-        "partition": {"kind": None, "parent_uuid": None, "profile": None, "mode_current": False, "mode_pending": False}, "interconnect_domain": None, "processes": [],
-        "compute_mode": "default", "health": {"state": "ok", "reasons": []}, "vendor_data": {}, "errors": {},
-    } for index in range(GPUS)]
+    gpus = [
+        {
+            "index": index,
+            "uuid": f"GPU-{number:08x}-0000-4000-8000-{index:012d}",
+            "pci_bdf": f"0000:{0x10 + 10 * index:02x}:00.0",
+            "vendor": "nvidia",
+            "model": "NVIDIA H100 80GB HBM3",
+            "arch": "hopper",
+            "compute_capability": "9.0",
+            "numa_node": index // 4,
+            "memory": {"model": "discrete", "total_mib": 81559, "used_mib": 0, "reserved_mib": 551, "unattributed_mib": 0},
+            "partition": {"kind": None, "parent_uuid": None, "profile": None, "mode_current": False, "mode_pending": False},
+            "interconnect_domain": None,
+            "processes": [],
+            "compute_mode": "default",
+            "health": {"state": "ok", "reasons": []},
+            "vendor_data": {},
+            "errors": {},
+        }
+        for index in range(GPUS)
+    ]
     hcas = [_hca(number, index, high, low + 1) for index in range(HCAS)]
-    interfaces = [{"name": "lo", "kind": "loopback", "up": True, "addresses": ["127.0.0.1/8"]},
-                  {"name": "mgmt0", "kind": "physical", "up": True, "carrier": True, "addresses": [f"{address}/16"], "master": None}]
-    interfaces += [{"name": hca["netdevs"][0], "kind": "physical", "up": True, "carrier": True, "addresses": [f"{hca['gids'][3]['address']}/16"], "master": None} for hca in hcas]
-    topology = {"gpu_gpu": {gpu["uuid"]: {other["uuid"]: "NV" for other in gpus if other is not gpu} for gpu in gpus},
-                "gpu_hca": {gpu["uuid"]: {hca["name"]: "PIX" if hca["name"] == f"mlx5_{gpu['index']}" else "NODE" for hca in hcas} for gpu in gpus}}
+    interfaces = [
+        {"name": "lo", "kind": "loopback", "up": True, "addresses": ["127.0.0.1/8"]},
+        {"name": "mgmt0", "kind": "physical", "up": True, "carrier": True, "addresses": [f"{address}/16"], "master": None},
+    ]
+    interfaces += [
+        {"name": hca["netdevs"][0], "kind": "physical", "up": True, "carrier": True, "addresses": [f"{hca['gids'][3]['address']}/16"], "master": None}
+        for hca in hcas
+    ]
+    topology = {
+        "gpu_gpu": {gpu["uuid"]: {other["uuid"]: "NV" for other in gpus if other is not gpu} for gpu in gpus},
+        "gpu_hca": {gpu["uuid"]: {hca["name"]: "PIX" if hca["name"] == f"mlx5_{gpu['index']}" else "NODE" for hca in hcas} for gpu in gpus},
+    }
     return {
-        "schema": 1, "gathered_at": "2026-01-31T12:00:00Z", "gpus": gpus, "hcas": hcas, "interfaces": interfaces, "topology": topology,
-        "host": {"hostname": f"n{number}", "user": "root", "privileged": True, "service_manager": "systemd", "supervisord": None, "python": {"executable": "/usr/bin/python3", "version": "3.11.2"}},
-        "routes": [{"destination": "0.0.0.0/0", "gateway": "10.0.255.254", "interface": "mgmt0", "metric": 100}], "default_route": {"interface": "mgmt0", "gateway": "10.0.255.254"},
-        "hostname_resolves_to": [address], "limits": {"memlock_bytes": "unlimited", "ephemeral_ports": [32768, 60999], "imex": {"service": None, "channels": [], "domain": None}},
-        "drivers": {"nvidia": {"state": "ok", "message": None, "hint": None, "driver": "580.95.05"}}, "engines": {}, "shards": {}, "cordoned": None,
-        "models": {"/models/glm": {"exists": True, "readable": True, "kind": "directory", "bytes": 10**12, "weight_bytes": 10**12, "files": 90, "config": None}},
-        "ports_in_use": [{"port": port, "address": "0.0.0.0", "pid": port, "process": "daemon", "shard": None, "listening": True} for port in (22, 111, 9100, 9400)],
+        "schema": 1,
+        "gathered_at": "2026-01-31T12:00:00Z",
+        "gpus": gpus,
+        "hcas": hcas,
+        "interfaces": interfaces,
+        "topology": topology,
+        "host": {
+            "hostname": f"n{number}",
+            "user": "root",
+            "privileged": True,
+            "service_manager": "systemd",
+            "supervisord": None,
+            "python": {"executable": "/usr/bin/python3", "version": "3.11.2"},
+        },
+        "routes": [{"destination": "0.0.0.0/0", "gateway": "10.0.255.254", "interface": "mgmt0", "metric": 100}],
+        "default_route": {"interface": "mgmt0", "gateway": "10.0.255.254"},
+        "hostname_resolves_to": [address],
+        "limits": {"memlock_bytes": "unlimited", "ephemeral_ports": [32768, 60999], "imex": {"service": None, "channels": [], "domain": None}},
+        "drivers": {"nvidia": {"state": "ok", "message": None, "hint": None, "driver": "580.95.05"}},
+        "engines": {},
+        "shards": {},
+        "cordoned": None,
+        "models": {
+            "/models/glm": {"exists": True, "readable": True, "kind": "directory", "bytes": 10**12, "weight_bytes": 10**12, "files": 90, "config": None}
+        },
+        "ports_in_use": [
+            {"port": port, "address": "0.0.0.0", "pid": port, "process": "daemon", "shard": None, "listening": True} for port in (22, 111, 9100, 9400)
+        ],
     }
 
 
@@ -68,12 +111,44 @@ def _hca(number: int, index: int, high: int, low: int) -> dict[str, Any]:
     network = 20 if index < COMPUTE else 30
     address = f"10.{network + index % COMPUTE}.{high}.{low}"
     guid = f"b8ce:f603:{number:04x}:{index:04x}"
-    gids = [{"index": slot, "gid": f"fe80::{guid}" if slot < 2 else f"::ffff:{address}", "type": "IB/RoCE v1" if slot % 2 == 0 else "RoCE v2", "netdev": f"eth{index}",
-             "address": address if slot > 1 else None, "network": f"10.{network + index % COMPUTE}.0.0/16" if slot > 1 else None, "vlan": None} for slot in range(4)]
-    return {"name": f"mlx5_{index}", "port": 1, "pci_bdf": f"0000:{0x11 + 10 * index:02x}:00.0", "numa_node": index // 5, "driver": "mlx5_core", "link_layer": "ethernet", "node_type": "ca",
-            "transport": "roce", "state": "active", "phys_state": "linkup", "rate_gbps": 400 if index < COMPUTE else 100, "netdevs": [f"eth{index}"], "mtu": 4096, "is_vf": False,
-            "uverbs": f"uverbs{index}", "lid": None, "sm_lid": None, "node_guid": guid, "sys_image_guid": guid, "gids": gids, "fabrics": [f"roce:10.{network + index % COMPUTE}.0.0/16"],
-            "usable": True, "reasons": [], "errors": {}}
+    gids = [
+        {
+            "index": slot,
+            "gid": f"fe80::{guid}" if slot < 2 else f"::ffff:{address}",
+            "type": "IB/RoCE v1" if slot % 2 == 0 else "RoCE v2",
+            "netdev": f"eth{index}",
+            "address": address if slot > 1 else None,
+            "network": f"10.{network + index % COMPUTE}.0.0/16" if slot > 1 else None,
+            "vlan": None,
+        }
+        for slot in range(4)
+    ]
+    return {
+        "name": f"mlx5_{index}",
+        "port": 1,
+        "pci_bdf": f"0000:{0x11 + 10 * index:02x}:00.0",
+        "numa_node": index // 5,
+        "driver": "mlx5_core",
+        "link_layer": "ethernet",
+        "node_type": "ca",
+        "transport": "roce",
+        "state": "active",
+        "phys_state": "linkup",
+        "rate_gbps": 400 if index < COMPUTE else 100,
+        "netdevs": [f"eth{index}"],
+        "mtu": 4096,
+        "is_vf": False,
+        "uverbs": f"uverbs{index}",
+        "lid": None,
+        "sm_lid": None,
+        "node_guid": guid,
+        "sys_image_guid": guid,
+        "gids": gids,
+        "fabrics": [f"roce:10.{network + index % COMPUTE}.0.0/16"],
+        "usable": True,
+        "reasons": [],
+        "errors": {},
+    }
 
 
 FABRICS = {"compute": {"keys": [f"roce:10.{20 + index}.0.0/16" for index in range(COMPUTE)]}}
@@ -127,19 +202,38 @@ def measure_playbook(counts: list[int]) -> None:
             with tempfile.TemporaryDirectory() as folder:
                 inventory = pathlib.Path(folder) / "inventory.json"
                 hosts = {f"n{number}": {"inference_node": host_facts(number), "ansible_ssh_executable": "/bin/false"} for number in range(1, count + 1)}
-                inventory.write_text(json.dumps({"all": {"children": {"replica_glm": {"hosts": hosts, "vars": {"replica_profile": profile(nodes_of(count)), **OPTIONS}}}}}), encoding="utf-8")
-                command = [str(pathlib.Path(sys.executable).parent / "ansible-playbook"), "-i", str(inventory), str(ROOT / "playbooks/plan_replica.yml"), "-e", "replica_name=glm", "-e", "replica_gather=false"]
+                inventory.write_text(
+                    json.dumps({"all": {"children": {"replica_glm": {"hosts": hosts, "vars": {"replica_profile": profile(nodes_of(count)), **OPTIONS}}}}}),
+                    encoding="utf-8",
+                )
+                command = [
+                    str(pathlib.Path(sys.executable).parent / "ansible-playbook"),
+                    "-i",
+                    str(inventory),
+                    str(ROOT / "playbooks/plan_replica.yml"),
+                    "-e",
+                    "replica_name=glm",
+                    "-e",
+                    "replica_gather=false",
+                ]
                 seconds, peak, code = _child(command)
                 if code:
                     raise SystemExit("the playbook failed")
                 ratio = f"{2 ** (math.log2(seconds / last[1]) / math.log2(count / last[0])):.2f}" if last else "-"
-                print(f"{title:<34}{count:>7}{seconds:>9.2f}{ratio:>8}{1000 * seconds / count:>9.2f}{peak:>10.1f}{inventory.stat().st_size / 2**20:>15.1f}", flush=True)
+                print(
+                    f"{title:<34}{count:>7}{seconds:>9.2f}{ratio:>8}{1000 * seconds / count:>9.2f}{peak:>10.1f}{inventory.stat().st_size / 2**20:>15.1f}",
+                    flush=True,
+                )
                 last = (count, seconds)
 
 
 def _child(command: list[str]) -> tuple[float, float, int]:
     """User CPU seconds of a command with its own children, peak MiB of the largest process, exit code."""
-    environment = {**{key: value for key, value in os.environ.items() if not key.startswith("ANSIBLE_")}, "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"), "ANSIBLE_LOCALHOST_WARNING": "False"}
+    environment = {
+        **{key: value for key, value in os.environ.items() if not key.startswith("ANSIBLE_")},
+        "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"),
+        "ANSIBLE_LOCALHOST_WARNING": "False",
+    }
     child = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
     _pid, status, usage = os.wait4(child.pid, 0)
     child.returncode = os.waitstatus_to_exitcode(status)

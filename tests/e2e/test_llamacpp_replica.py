@@ -35,7 +35,16 @@ def llama(model: pathlib.Path) -> pathlib.Path:
 
 
 def profile(model: pathlib.Path, **more: Any) -> dict[str, Any]:
-    return {"engine": "llamacpp", "model_path": str(model), "served_model_name": "tiny", "nodes": 2, "gpus_per_node": 0, "threads": 1, "ready_timeout": 90, **more}
+    return {
+        "engine": "llamacpp",
+        "model_path": str(model),
+        "served_model_name": "tiny",
+        "nodes": 2,
+        "gpus_per_node": 0,
+        "threads": 1,
+        "ready_timeout": 90,
+        **more,
+    }
 
 
 def _state(hosts: fleet.Fleet, name: str) -> dict[str, Any]:
@@ -84,7 +93,9 @@ def test_two_ranks_on_the_cpu(make_fleet: MakeFleet, model: pathlib.Path, llama:
 
     state = json.loads((hosts.root("node-b") / "run/rankzero/e2e/state.json").read_text())
     os.kill(state["supervisor_pid"], signal.SIGKILL)
-    os.kill(hosts.supervisors()[1] if "node-b" in pathlib.Path(f"/proc/{hosts.supervisors()[1]}/cmdline").read_text() else hosts.supervisors()[0], signal.SIGKILL)
+    os.kill(
+        hosts.supervisors()[1] if "node-b" in pathlib.Path(f"/proc/{hosts.supervisors()[1]}/cmdline").read_text() else hosts.supervisors()[0], signal.SIGKILL
+    )
     third = hosts.run("deploy_replica", extra=extra)
     assert third.returncode == 0, third.stdout + third.stderr
     assert request(url, "/health")[0] == 200
@@ -95,7 +106,9 @@ def test_two_ranks_on_the_cpu(make_fleet: MakeFleet, model: pathlib.Path, llama:
 
 
 @pytest.mark.slow
-def test_an_rpc_rank_that_is_not_there_is_no_silent_single_host(make_fleet: MakeFleet, model: pathlib.Path, llama: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_an_rpc_rank_that_is_not_there_is_no_silent_single_host(
+    make_fleet: MakeFleet, model: pathlib.Path, llama: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
     """llama-server alone would start on its own CPU and say it is healthy; ours waits for the rank and says for what."""
     broken = tmp_path / "broken"
     broken.mkdir()

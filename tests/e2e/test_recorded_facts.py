@@ -20,13 +20,36 @@ BIN = pathlib.Path(sys.executable).parent
 def recorded(address: str, gpus: int = 8) -> dict[str, Any]:
     """Facts as a person would write them down: only what the plan needs."""
     return {
-        "schema": 1, "host": {"service_manager": "systemd", "python": {"executable": "/usr/bin/python3"}},
-        "gpus": [{"index": index, "uuid": f"GPU-{address}-{index}", "pci_bdf": f"0000:{16 + index:02x}:00.0", "model": "NVIDIA H100 80GB HBM3", "compute_capability": "9.0",
-                  "memory": {"model": "discrete", "total_mib": 81559}, "health": {"state": "ok"}} for index in range(gpus)],
-        "hcas": [{"name": f"mlx5_{index}", "port": 1, "pci_bdf": f"0000:{64 + index:02x}:00.0", "link_layer": "Ethernet", "usable": True, "fabric": "roce:10.1.0.0/16",
-                  "gids": [{"index": 3, "gid": f"0000:0000:0000:0000:0000:ffff:0a01:0{index}0{address[-1]}", "type": "RoCE v2", "netdev": f"eth{index}"}]} for index in range(4)],
-        "interfaces": [{"name": "mgmt0", "up": True, "addresses": [f"{address}/24"]}], "default_route": {"interface": "mgmt0", "gateway": "192.0.2.254"},
-        "ports_in_use": [22], "models": {"/models/glm": {"exists": True, "readable": True, "bytes": 10, "weight_bytes": 10, "files": 1}},
+        "schema": 1,
+        "host": {"service_manager": "systemd", "python": {"executable": "/usr/bin/python3"}},
+        "gpus": [
+            {
+                "index": index,
+                "uuid": f"GPU-{address}-{index}",
+                "pci_bdf": f"0000:{16 + index:02x}:00.0",
+                "model": "NVIDIA H100 80GB HBM3",
+                "compute_capability": "9.0",
+                "memory": {"model": "discrete", "total_mib": 81559},
+                "health": {"state": "ok"},
+            }
+            for index in range(gpus)
+        ],
+        "hcas": [
+            {
+                "name": f"mlx5_{index}",
+                "port": 1,
+                "pci_bdf": f"0000:{64 + index:02x}:00.0",
+                "link_layer": "Ethernet",
+                "usable": True,
+                "fabric": "roce:10.1.0.0/16",
+                "gids": [{"index": 3, "gid": f"0000:0000:0000:0000:0000:ffff:0a01:0{index}0{address[-1]}", "type": "RoCE v2", "netdev": f"eth{index}"}],
+            }
+            for index in range(4)
+        ],
+        "interfaces": [{"name": "mgmt0", "up": True, "addresses": [f"{address}/24"]}],
+        "default_route": {"interface": "mgmt0", "gateway": "192.0.2.254"},
+        "ports_in_use": [22],
+        "models": {"/models/glm": {"exists": True, "readable": True, "bytes": 10, "weight_bytes": 10, "files": 1}},
     }
 
 
@@ -35,7 +58,15 @@ def inventory(tmp_path: pathlib.Path) -> pathlib.Path:
     ssh = tmp_path / "ssh"
     ssh.write_text(f"#!/bin/sh\ntouch {tmp_path}/contacted\nexit 255\n")
     ssh.chmod(0o755)
-    hosts = {f"gpu-{index}": {"ansible_connection": "ssh", "ansible_host": "127.0.0.1", "ansible_ssh_executable": str(ssh), "inference_node": recorded(f"192.0.2.{index}")} for index in (1, 2)}
+    hosts = {
+        f"gpu-{index}": {
+            "ansible_connection": "ssh",
+            "ansible_host": "127.0.0.1",
+            "ansible_ssh_executable": str(ssh),
+            "inference_node": recorded(f"192.0.2.{index}"),
+        }
+        for index in (1, 2)
+    }
     path = tmp_path / "inventory.json"
     profile = {"engine": "sim", "model_path": "/models/glm", "tp": 8, "pp": 2, "nodes": 2, "gpus_per_node": 8}
     path.write_text(json.dumps({"all": {"children": {"replica_glm": {"hosts": hosts, "vars": {"replica_profile": profile}}}}}))
@@ -44,7 +75,18 @@ def inventory(tmp_path: pathlib.Path) -> pathlib.Path:
 
 def plan(tmp_path: pathlib.Path, playbook: str, cwd: pathlib.Path, environment: dict[str, str]) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     target = tmp_path / "plan.json"
-    command = [str(BIN / "ansible-playbook"), "-i", str(inventory(tmp_path)), playbook, "-e", "replica_name=glm", "-e", "replica_gather=false", "-e", f"plan_file={target}"]
+    command = [
+        str(BIN / "ansible-playbook"),
+        "-i",
+        str(inventory(tmp_path)),
+        playbook,
+        "-e",
+        "replica_name=glm",
+        "-e",
+        "replica_gather=false",
+        "-e",
+        f"plan_file={target}",
+    ]
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert not (tmp_path / "contacted").exists(), "a host was contacted"
     return done, json.loads(target.read_text()) if target.exists() else {}
@@ -64,11 +106,24 @@ def test_the_installed_collection_works_without_the_checkout(tmp_path: pathlib.P
     """Built, installed without network, and run from another directory by its full names."""
     environment = {key: value for key, value in fleet.ansible_environment().items() if key != "ANSIBLE_CONFIG"}
     environment.update({"ANSIBLE_HOME": str(tmp_path / "home"), "HOME": str(tmp_path)})
-    built = subprocess.run([str(BIN / "ansible-galaxy"), "collection", "build", str(fleet.ROOT), "--output-path", str(tmp_path)], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    built = subprocess.run(
+        [str(BIN / "ansible-galaxy"), "collection", "build", str(fleet.ROOT), "--output-path", str(tmp_path)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert built.returncode == 0, built.stdout + built.stderr
     tarball = next(tmp_path.glob("rankzero-inference-*.tar.gz"))
-    installed = subprocess.run([str(BIN / "ansible-galaxy"), "collection", "install", str(tarball), "-p", str(tmp_path / "collections"), "--offline"], cwd=tmp_path, env=environment,
-                               capture_output=True, text=True, check=False)
+    installed = subprocess.run(
+        [str(BIN / "ansible-galaxy"), "collection", "install", str(tarball), "-p", str(tmp_path / "collections"), "--offline"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert installed.returncode == 0, installed.stdout + installed.stderr
     environment["ANSIBLE_COLLECTIONS_PATH"] = str(tmp_path / "collections")
     done, found = plan(tmp_path, "rankzero.inference.plan_replica", tmp_path, environment)

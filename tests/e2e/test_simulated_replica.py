@@ -92,7 +92,9 @@ def test_life_of_a_replica(make_fleet: MakeFleet, model: pathlib.Path, tmp_path:
     assert not set(pids) & set(hosts.marked()), "both ranks start again together"
     before = json.loads((hosts.root("gpu-9") / "etc/rankzero/e2e/current/launch.json").read_text())["fingerprint"]
 
-    broken = run("deploy_replica", profile=sim_profile(hosts, model, "--sim-fail", "torch.OutOfMemoryError: CUDA out of memory.", "--sim-fail-rank", "1", nodes=2))
+    broken = run(
+        "deploy_replica", profile=sim_profile(hosts, model, "--sim-fail", "torch.OutOfMemoryError: CUDA out of memory.", "--sim-fail-rank", "1", nodes=2)
+    )
     assert broken.returncode == 2
     assert f"Revision {before}, which was there before, is back." in broken.stdout + broken.stderr
     assert "A GPU ran out of memory" in broken.stdout + broken.stderr
@@ -122,12 +124,15 @@ def _readable_places(hosts: fleet.Fleet) -> list[pathlib.Path]:
     return [path for path in hosts.directory.rglob("*") if path.is_file() and not path.is_symlink()]
 
 
-@pytest.mark.parametrize(("args", "told"), [
-    pytest.param(["--sim-gpu-skip", "{uuid1}"], r"GPU 1.*holds? no(thing| memory)", id="missing on one GPU of two"),
-    pytest.param(["--sim-gpu-mib", "900"], r"450 MiB.*1024 MiB.*|gpu_memory_min_mib", id="only a bare context", marks=pytest.mark.slow),
-    pytest.param(["--sim-gpu-extra", "{uuid2}"], r"not (assigned|given)", id="wrong GPU", marks=pytest.mark.slow),
-    pytest.param(["--sim-no-gpu"], r"runs on the CPU", id="CPU"),
-])
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        pytest.param(["--sim-gpu-skip", "{uuid1}"], r"GPU 1.*holds? no(thing| memory)", id="missing on one GPU of two"),
+        pytest.param(["--sim-gpu-mib", "900"], r"450 MiB.*1024 MiB.*|gpu_memory_min_mib", id="only a bare context", marks=pytest.mark.slow),
+        pytest.param(["--sim-gpu-extra", "{uuid2}"], r"not (assigned|given)", id="wrong GPU", marks=pytest.mark.slow),
+        pytest.param(["--sim-no-gpu"], r"runs on the CPU", id="CPU"),
+    ],
+)
 def test_the_gate_refuses(make_fleet: MakeFleet, model: pathlib.Path, args: list[str], told: str) -> None:
     """A healthy server is not enough: the shard's own processes must hold memory on each of its GPUs, and on no other."""
     hosts = make_fleet(["gpu-a"], gpus=3)
@@ -159,8 +164,13 @@ def test_a_gpu_that_somebody_else_holds_is_never_taken(make_fleet: MakeFleet, mo
 def test_every_fault_at_once_and_nothing_changed(make_fleet: MakeFleet, model: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """Faults of the profile, of the request and of both hosts stand in one failure; the plan file is written with them."""
     hosts = make_fleet(["gpu-a", "gpu-b"], gpus=1)
-    profile = {**sim_profile(hosts, model, "--por", "1", nodes=2, gpus=2), "model_path": "/no/such/model", "tensor_parallel": 4, "tp": "four",
-               "env": {"LD_PRELOAD": "/tmp/x.so", "GOOD": "line\nbreak"}}
+    profile = {
+        **sim_profile(hosts, model, "--por", "1", nodes=2, gpus=2),
+        "model_path": "/no/such/model",
+        "tensor_parallel": 4,
+        "tp": "four",
+        "env": {"LD_PRELOAD": "/tmp/x.so", "GOOD": "line\nbreak"},
+    }
     empty = tree(hosts)
     done = hosts.run("deploy_replica", extra=with_profile(hosts, profile, plan_file=str(tmp_path / "plan.json"), replica_http_port="80x"))
     output = done.stdout + done.stderr

@@ -92,7 +92,13 @@ def wait_in(hosts: fleet.Fleet, tmp_path: pathlib.Path, seconds: float) -> tuple
     """A look at gpu-a before the removal, by a process that waits for a line before it looks again."""
     environment = {**os.environ, **hosts.environment("gpu-a"), "PYTHONPATH": str(fleet.ROOT / ".collections")}
     told = tmp_path / "before"
-    one = subprocess.Popen([sys.executable, "-c", WAIT, str(hosts.root("gpu-a")), str(told), str(seconds)], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    one = subprocess.Popen(
+        [sys.executable, "-c", WAIT, str(hosts.root("gpu-a")), str(told), str(seconds)],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     deadline = time.monotonic() + 30
     while not (told.exists() and told.read_text()) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -118,7 +124,10 @@ def test_what_stays_is_named(make_fleet: MakeFleet, model: pathlib.Path, tmp_pat
         squatter.listen()
         answer = json.loads(looking.communicate("\n", timeout=30)[0])
     assert answer["gpu_memory"] == [False, f"pid {engine} still holds 7000 MiB on GPU 1 ({hosts.hosts['gpu-a'].uuid(1)})"]
-    assert answer["ports"] == [False, f"port {endpoint['port']} at {endpoint['address']} is held by pid {os.getpid()} ({pathlib.Path('/proc/self/comm').read_text().strip()})"]
+    assert answer["ports"] == [
+        False,
+        f"port {endpoint['port']} at {endpoint['address']} is held by pid {os.getpid()} ({pathlib.Path('/proc/self/comm').read_text().strip()})",
+    ]
     assert answer["processes"][0] is True and answer["files"][0] is True
 
 

@@ -76,7 +76,7 @@ class World:
 
 @batch(8)
 def initialise(w: World, n: Any) -> None:
-    w.fails("DriverNotLoaded", n.nvmlInit)                      # no state file
+    w.fails("DriverNotLoaded", n.nvmlInit)  # no state file
     w.put("error nvmlInit LIB_RM_VERSION_MISMATCH", w.example("h100x8"))
     w.fails("LibRmVersionMismatch", n.nvmlInit)
     w.equal(n.nvmlErrorString(18), "RM has detected an NVML/RM version mismatch.")
@@ -87,7 +87,7 @@ def initialise(w: World, n: Any) -> None:
     w.fails("Uninitialized", n.nvmlDeviceGetCount)
     w.fails("Uninitialized", n.nvmlShutdown)
     w.put("driver 580.95.05")
-    w.fails("NotFound", n.nvmlInit)                             # a driver without a GPU
+    w.fails("NotFound", n.nvmlInit)  # a driver without a GPU
     n.nvmlInitWithFlags(1)
     w.equal(n.nvmlDeviceGetCount(), 0)
     n.nvmlShutdown()
@@ -115,8 +115,9 @@ def eight_h100(w: World, n: Any) -> None:
         w.fails("NotFound", n.nvmlDeviceGetHandleByPciBusId, "0000:77:00.0")
         w.fails("InvalidArgument", n.nvmlDeviceGetHandleByPciBusId, "junk")
         pci = n.nvmlDeviceGetPciInfo(gpus[1])
-        w.equal((pci.busId, pci.busIdLegacy, pci.domain, pci.bus, pci.device, hex(pci.pciDeviceId)),
-                ("00000000:43:00.0", "0000:43:00.0", 0, 0x43, 0, "0x233010de"))
+        w.equal(
+            (pci.busId, pci.busIdLegacy, pci.domain, pci.bus, pci.device, hex(pci.pciDeviceId)), ("00000000:43:00.0", "0000:43:00.0", 0, 0x43, 0, "0x233010de")
+        )
         w.equal(n.nvmlDeviceGetCudaComputeCapability(gpus[0]), (9, 0))
         w.equal(n.nvmlDeviceGetPersistenceMode(gpus[0]), 1)
         w.equal(n.nvmlDeviceGetMigMode(gpus[0]), [0, 0])
@@ -134,7 +135,7 @@ def eight_h100(w: World, n: Any) -> None:
         w.equal(sum(n.nvmlDeviceGetNvLinkState(gpus[0], k) for k in range(18)), 18)
         w.fails("InvalidArgument", n.nvmlDeviceGetNvLinkState, gpus[0], 18)
         w.equal(n.nvmlDeviceGetNvLinkRemoteDeviceType(gpus[0], 0), n.NVML_NVLINK_DEVICE_TYPE_SWITCH)
-        w.fails("NotSupported", n.nvmlDeviceGetPowerUsage, gpus[0])   # a stub
+        w.fails("NotSupported", n.nvmlDeviceGetPowerUsage, gpus[0])  # a stub
         for kind, version in ((n.c_nvmlGpuFabricInfo_v2_t, n.nvmlGpuFabricInfo_v2), (n.c_nvmlGpuFabricInfo_v3_t, n.nvmlGpuFabricInfo_v3)):
             fabric = kind()
             fabric.version = version
@@ -158,10 +159,18 @@ def process_lists(w: World, n: Any) -> None:
     with w.session(host):
         gpus = [n.nvmlDeviceGetHandleByIndex(i) for i in range(8)]
         w.equal(n.nvmlDeviceGetComputeRunningProcesses(gpus[2]), [])
-        w.put(host, "proc gpu=2 pid=4711 mib=72000", "proc gpu=2 pid=4712 mib=1GiB", "proc gpu=2 pid=99 mib=10 type=G",
-              "proc gpu=3 pid=5 mib=NA", "proc gpu=3 pid=6 mib=7 type=M")
-        w.equal([(p.pid, p.usedGpuMemory // MIB, p.gpuInstanceId) for p in n.nvmlDeviceGetComputeRunningProcesses(gpus[2])],
-                [(4711, 72000, NONE), (4712, 1024, NONE)])
+        w.put(
+            host,
+            "proc gpu=2 pid=4711 mib=72000",
+            "proc gpu=2 pid=4712 mib=1GiB",
+            "proc gpu=2 pid=99 mib=10 type=G",
+            "proc gpu=3 pid=5 mib=NA",
+            "proc gpu=3 pid=6 mib=7 type=M",
+        )
+        w.equal(
+            [(p.pid, p.usedGpuMemory // MIB, p.gpuInstanceId) for p in n.nvmlDeviceGetComputeRunningProcesses(gpus[2])],
+            [(4711, 72000, NONE), (4712, 1024, NONE)],
+        )
         w.equal(len(n.nvmlDeviceGetComputeRunningProcesses_v2(gpus[2])), 2)
         w.equal([p.pid for p in n.nvmlDeviceGetGraphicsRunningProcesses(gpus[2])], [99])
         w.equal([p.pid for p in n.nvmlDeviceGetMPSComputeRunningProcesses(gpus[3])], [6])
@@ -181,8 +190,8 @@ def sizes_of_the_arrays(w: World, call: Any, gpus: list[Any], size: int) -> None
     array = (ctypes.c_ubyte * (size * 4))(*([0xAA] * size * 4))
     w.equal((call(gpus[2], ctypes.byref(count), array), count.value, set(array)), (7, 2, {0xAA}))
     count = ctypes.c_uint(2)
-    w.equal((call(gpus[2], ctypes.byref(count), array), count.value, set(array[2 * size:])), (0, 2, {0xAA}))
-    w.equal(int.from_bytes(bytes(array[size:size + 4]), sys.byteorder), 4712)
+    w.equal((call(gpus[2], ctypes.byref(count), array), count.value, set(array[2 * size :])), (0, 2, {0xAA}))
+    w.equal(int.from_bytes(bytes(array[size : size + 4]), sys.byteorder), 4712)
     count = ctypes.c_uint(9)
     w.equal((call(gpus[2], ctypes.byref(count), (ctypes.c_ubyte * (size * 9))()), count.value), (0, 2))
     count = ctypes.c_uint(3)
@@ -223,7 +232,7 @@ def registered_processes(w: World, n: Any) -> None:
         while n.nvmlSystemGetProcessName(child.pid) != "sleep":
             time.sleep(0.005)
         (w.processes / str(child.pid)).write_text(f"{uuid} 40000\n{slice_uuid} 900\n0 50 G\n", encoding="ascii")
-        (w.processes / f"{child.pid}.new").write_text("1 7\n", encoding="ascii")     # not yet renamed: not counted
+        (w.processes / f"{child.pid}.new").write_text("1 7\n", encoding="ascii")  # not yet renamed: not counted
         w.equal([(p.pid, p.usedGpuMemory // MIB) for p in n.nvmlDeviceGetComputeRunningProcesses(gpus[1])], [(child.pid, 40000)])
         w.equal([p.pid for p in n.nvmlDeviceGetGraphicsRunningProcesses(gpus[0])], [child.pid])
         mig = n.nvmlDeviceGetHandleByUUID(slice_uuid)
@@ -235,7 +244,7 @@ def registered_processes(w: World, n: Any) -> None:
         child.kill()
         while pathlib.Path(f"/proc/{child.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0] != "Z":
             time.sleep(0.005)
-        w.equal(n.nvmlDeviceGetComputeRunningProcesses(gpus[1]), [])   # dead, though nobody has reaped it
+        w.equal(n.nvmlDeviceGetComputeRunningProcesses(gpus[1]), [])  # dead, though nobody has reaped it
         w.equal(n.nvmlDeviceGetMemoryInfo(gpus[1], version=n.nvmlMemory_v2).used, 0)
         child.wait()
         w.equal(n.nvmlDeviceGetComputeRunningProcesses(gpus[1]), [])
@@ -247,7 +256,7 @@ def growing_list(w: World, n: Any) -> None:
     with w.session("gpu 0 total=1000", "proc gpu=0 pid=1 mib=1", *late):
         gpu = n.nvmlDeviceGetHandleByIndex(0)
         w.equal(n.nvmlDeviceGetMemoryInfo(gpu, version=n.nvmlMemory_v2).used // MIB, 1)
-        w.fails("InsufficientSize", n.nvmlDeviceGetComputeRunningProcesses, gpu)     # room for 2 * 1 + 5, then 21 are there
+        w.fails("InsufficientSize", n.nvmlDeviceGetComputeRunningProcesses, gpu)  # room for 2 * 1 + 5, then 21 are there
         w.equal(len(n.nvmlDeviceGetComputeRunningProcesses(gpu)), 21)
         w.equal(n.nvmlDeviceGetMemoryInfo(gpu, version=n.nvmlMemory_v2).used // MIB, 21)
 
@@ -298,8 +307,11 @@ def other_machines(w: World, n: Any) -> None:
 
 @batch(20)
 def health(w: World, n: Any) -> None:
-    gpu_lines = ("gpu 0 ecc=1 rows_corrected=2", "gpu 1 ecc=unsupported rows=unsupported retired_sbe=3 retired_dbe=1 recovery=unsupported",
-                 'gpu 2 chassis=182 slot=14 tray=4 ecc=0 ecc_pending=1')
+    gpu_lines = (
+        "gpu 0 ecc=1 rows_corrected=2",
+        "gpu 1 ecc=unsupported rows=unsupported retired_sbe=3 retired_dbe=1 recovery=unsupported",
+        "gpu 2 chassis=182 slot=14 tray=4 ecc=0 ecc_pending=1",
+    )
     with w.session(*gpu_lines):
         new, old, rack = (n.nvmlDeviceGetHandleByIndex(i) for i in range(3))
         w.equal(n.nvmlDeviceGetEccMode(new), [1, 1])

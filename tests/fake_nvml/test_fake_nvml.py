@@ -27,8 +27,9 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 def environment(library: pathlib.Path, directory: pathlib.Path) -> dict[str, str]:
-    return dict(os.environ, LD_LIBRARY_PATH=str(library), FAKE_NVML_STATE=str(directory / "state"), FAKE_NVML_STRICT="1",
-                FAKE_NVML_TRACE=str(directory / "trace"))
+    return dict(
+        os.environ, LD_LIBRARY_PATH=str(library), FAKE_NVML_STATE=str(directory / "state"), FAKE_NVML_STRICT="1", FAKE_NVML_TRACE=str(directory / "trace")
+    )
 
 
 @pytest.mark.parametrize("name", sorted(batches.BATCHES))

@@ -16,7 +16,17 @@ class Adapter(Engine):
     program = "@PROGRAM@"
 
     def launches(self, shard: Shard) -> list[Launch]:
-        args = (self.program, "serve", *shard.profile.args, "--host", shard.http_host, "--port", str(shard.http_port), "--model", shard.profile.served_model_name)
+        args = (
+            self.program,
+            "serve",
+            *shard.profile.args,
+            "--host",
+            shard.http_host,
+            "--port",
+            str(shard.http_port),
+            "--model",
+            shard.profile.served_model_name,
+        )
         return [Launch(name="cuda-engine", path=shard.python, args=args)]
 
     def devices_command(self, shard: Shard) -> tuple[str, tuple[str, ...]]:

@@ -75,8 +75,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        self.answer({"object": "chat.completion", "model": self.model, "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
-                     "choices": [{"index": 0, "finish_reason": "length", "message": {"role": "assistant", "content": "x"}}]})
+        self.answer(
+            {
+                "object": "chat.completion",
+                "model": self.model,
+                "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
+                "choices": [{"index": 0, "finish_reason": "length", "message": {"role": "assistant", "content": "x"}}],
+            }
+        )
 
     def log_message(self, format: str, *arguments: object) -> None:
         print(format % arguments, flush=True)

@@ -48,7 +48,10 @@ def rows() -> list[dict[str, str]]:
     """nvidia-smi's table of whole GPUs."""
     if shutil.which("nvidia-smi") is None:
         pytest.skip("no GPU here: there is no nvidia-smi on PATH")
-    return [dict(zip(QUERY.split(","), (cell.strip() for cell in row))) for row in csv.reader(nvidia_smi(f"--query-gpu={QUERY}", "--format=csv,noheader,nounits").splitlines())]
+    return [
+        dict(zip(QUERY.split(","), (cell.strip() for cell in row)))
+        for row in csv.reader(nvidia_smi(f"--query-gpu={QUERY}", "--format=csv,noheader,nounits").splitlines())
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +90,16 @@ def free_port() -> int:
 
 def deploy(host: fleet.Fleet, *args: str, gpus: int = 1, **more: Any) -> str:
     """Deploy cuda_engine.py and return everything that was said; the exit status is the last line."""
-    profile = {"name": "gpu", "engine": "rankzero_test.gpu.cuda", "gpus_per_node": gpus, "tp": gpus, "model_path": str(HERE / "README.md"), "served_model_name": "tiny",
-               "ready_timeout": 60, "args": [f"--mib={ENGINE_MIB}", *args]}
+    profile = {
+        "name": "gpu",
+        "engine": "rankzero_test.gpu.cuda",
+        "gpus_per_node": gpus,
+        "tp": gpus,
+        "model_path": str(HERE / "README.md"),
+        "served_model_name": "tiny",
+        "ready_timeout": 60,
+        "args": [f"--mib={ENGINE_MIB}", *args],
+    }
     paths = os.pathsep.join([str(host.directory.parent / "collections"), str(fleet.ROOT / ".collections")])
     done = host.run("deploy_replica", extra={"replica_name": "gpu", "replica_profile": profile, **more}, env={"ANSIBLE_COLLECTIONS_PATH": paths})
     return f"{done.stdout}{done.stderr}\nexit status {done.returncode}"
@@ -165,7 +176,7 @@ def test_a_shard_on_the_wrong_gpu_is_named(host: fleet.Fleet, facts: dict[str, A
     whole = [gpu for gpu in facts["gpus"] if gpu["partition"]["kind"] is None]
     if len(whole) < 2:
         pytest.skip("one GPU only: there is no wrong one")
-    other = whole[-1]                   # the plan takes the first free one
+    other = whole[-1]  # the plan takes the first free one
     output = deploy(host, "--visible", other["uuid"])
     assert output.endswith("exit status 2"), output
     assert re.search(rf"GPU {other['index']}\b", output), output
@@ -175,8 +186,21 @@ def test_a_shard_on_the_wrong_gpu_is_named(host: fleet.Fleet, facts: dict[str, A
 
 def test_a_gpu_that_somebody_else_holds_is_not_taken(host: fleet.Fleet, rows: list[dict[str, str]]) -> None:
     """A process outside of any shard holds memory on every GPU: the plan names it, and leaves it alone."""
-    command = [sys.executable, str(HERE / "cuda_engine.py"), "serve", "--host", "127.0.0.1", "--port", str(free_port()), "--model", "foreign", f"--mib={ENGINE_MIB}"]
-    foreign = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"})
+    command = [
+        sys.executable,
+        str(HERE / "cuda_engine.py"),
+        "serve",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(free_port()),
+        "--model",
+        "foreign",
+        f"--mib={ENGINE_MIB}",
+    ]
+    foreign = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}
+    )
     try:
         assert foreign.stdout is not None
         taken = [foreign.stdout.readline() for _row in rows]

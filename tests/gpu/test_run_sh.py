@@ -13,11 +13,18 @@ import pytest
 SCRIPT = pathlib.Path(__file__).resolve().parent / "run.sh"
 
 
-@pytest.mark.parametrize(("nvidia_smi", "told"), [
-    pytest.param(None, "there is no nvidia-smi on PATH", id="no driver"),
-    pytest.param("echo 'NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver.'; exit 9", "NVIDIA-SMI has failed because", id="driver not loaded"),
-    pytest.param("echo 'No devices found.'", "nvidia-smi lists none: No devices found.", id="no devices"),
-])
+@pytest.mark.parametrize(
+    ("nvidia_smi", "told"),
+    [
+        pytest.param(None, "there is no nvidia-smi on PATH", id="no driver"),
+        pytest.param(
+            "echo 'NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver.'; exit 9",
+            "NVIDIA-SMI has failed because",
+            id="driver not loaded",
+        ),
+        pytest.param("echo 'No devices found.'", "nvidia-smi lists none: No devices found.", id="no devices"),
+    ],
+)
 def test_no_gpu_is_said_and_nothing_is_made(tmp_path: pathlib.Path, nvidia_smi: str | None, told: str) -> None:
     programs = tmp_path / "bin"
     programs.mkdir()

@@ -26,7 +26,7 @@ MODELS = {
     "B200": ("NVIDIA B200", "0x2901", 183359, 651, "10.0", 10, 18),
     "GB10": ("NVIDIA GB10", "0x2e12", None, 0, "12.1", 10, 0),
 }
-MOST_SLOTS = 24     # PCI buses 0x10 to 0xff, ten for each switch
+MOST_SLOTS = 24  # PCI buses 0x10 to 0xff, ten for each switch
 
 
 def count_and_kind(text: str, default: str) -> tuple[int, str]:
@@ -88,14 +88,16 @@ def write_gpus(disk: Disk, host: str, count: int, model: str, slots: int) -> Non
         path, numa = gpu_path(index), int(2 * index >= slots > 1)
         identity = uuid.uuid5(uuid.NAMESPACE_DNS, f"gpu{index}.{host}")
         lines.append(f'gpu {index} name="{name}" uuid=GPU-{identity} pci=0000{path[-12:].upper()} devid={device}10de numa={numa}')
-        lines.append(f"gpu {index} {memory} cc={capability} arch={architecture} mig={'off' if total and links else 'unsupported'} persistence=1 nvlinks={links}")
+        lines.append(
+            f"gpu {index} {memory} cc={capability} arch={architecture} mig={'off' if total and links else 'unsupported'} persistence=1 nvlinks={links}"
+        )
         disk.pci(path, {"vendor": "0x10de", "device": device, "class": "0x030200", "numa_node": numa})
     disk.text("etc/fake_nvml/state", "\n".join(lines))
 
 
 def gid(prefix: int, rest: int) -> str:
     digits = f"{prefix:016x}{rest:016x}"
-    return ":".join(digits[i:i + 4] for i in range(0, 32, 4))
+    return ":".join(digits[i : i + 4] for i in range(0, 32, 4))
 
 
 def write_gids(disk: Disk, port: str, entries: list[tuple[str, str, str | None]]) -> None:
@@ -126,11 +128,21 @@ def write_hcas(disk: Disk, number: int, count: int, kind: str, slots: int, fabri
         disk.link(f"{hca}/device", function)
         disk.link(f"opt/fakesys/class/infiniband/{name}", hca)
         words = gid(guid, 0)[:19]
-        for file, value in {"node_type": "1: CA", "node_guid": words, "sys_image_guid": words, "node_desc": f"lab {name}", "fw_ver": "28.39.1002",
-                            "ports/1/state": "4: ACTIVE", "ports/1/phys_state": "5: LinkUp", "ports/1/rate": "400 Gb/sec (4X NDR)",
-                            "ports/1/link_layer": "InfiniBand" if kind == "ib" else "Ethernet", "ports/1/cap_mask": "0xa751e848",
-                            "ports/1/lid": hex(16 * number + index) if kind == "ib" else "0x0", "ports/1/sm_lid": "0x1" if kind == "ib" else "0x0",
-                            "ports/1/pkeys/0": "0xffff"}.items():
+        for file, value in {
+            "node_type": "1: CA",
+            "node_guid": words,
+            "sys_image_guid": words,
+            "node_desc": f"lab {name}",
+            "fw_ver": "28.39.1002",
+            "ports/1/state": "4: ACTIVE",
+            "ports/1/phys_state": "5: LinkUp",
+            "ports/1/rate": "400 Gb/sec (4X NDR)",
+            "ports/1/link_layer": "InfiniBand" if kind == "ib" else "Ethernet",
+            "ports/1/cap_mask": "0xa751e848",
+            "ports/1/lid": hex(16 * number + index) if kind == "ib" else "0x0",
+            "ports/1/sm_lid": "0x1" if kind == "ib" else "0x0",
+            "ports/1/pkeys/0": "0xffff",
+        }.items():
             disk.text(f"{hca}/{file}", value)
         if kind == "ib":
             write_gids(disk, port, [(gid(0xFE80 << 48, guid), "IB/RoCE v1", None)])
@@ -141,7 +153,7 @@ def write_hcas(disk: Disk, number: int, count: int, kind: str, slots: int, fabri
             write_gids(disk, port, [(value, version, netdev) for value in (local, mapped) for version in ("IB/RoCE v1", "RoCE v2")])
         disk.text(f"{function}/infiniband_verbs/uverbs{index}/ibdev", name)
         disk.link(f"opt/fakesys/class/infiniband_verbs/uverbs{index}", f"{function}/infiniband_verbs/uverbs{index}")
-        nodes.append(f"c /dev/infiniband/uverbs{index} 0666 root root - 1:3")      # opens as /dev/null does
+        nodes.append(f"c /dev/infiniband/uverbs{index} 0666 root root - 1:3")  # opens as /dev/null does
     if nodes:
         disk.text("etc/tmpfiles.d/fake_hcas.conf", "\n".join(nodes))
 

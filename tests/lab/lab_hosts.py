@@ -37,15 +37,21 @@ class Lab:
         self.inventory = self.directory / "inventory.ini"
         self.ssh_config = self.directory / "ssh_config"
         self.owner = owner
-        kept = {key: value for key, value in os.environ.items() if key in ("LAB_CACHE", "LAB_SUITE", "LAB_EXTRA_PKGS", "LAB_PYNVML", "LAB_PYTHON", "LAB_APT", "LAB_RUNNER")}
+        kept = {
+            key: value
+            for key, value in os.environ.items()
+            if key in ("LAB_CACHE", "LAB_SUITE", "LAB_EXTRA_PKGS", "LAB_PYNVML", "LAB_PYTHON", "LAB_APT", "LAB_RUNNER")
+        }
         plain = {key: value for key, value in os.environ.items() if not key.startswith("LAB_")}
         self.environment = {**plain, **kept, **(settings or {}), "LAB_NAME": name, "LAB_DIR": str(self.directory)}
 
-    def call(self, *argv: str, check: bool = True, timeout: float = 300, settings: Mapping[str, str] | None = None,
-             stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    def call(
+        self, *argv: str, check: bool = True, timeout: float = 300, settings: Mapping[str, str] | None = None, stdin: str | None = None
+    ) -> subprocess.CompletedProcess[str]:
         """lab.sh with these arguments; `settings` are further environment variables, `timeout` is in seconds."""
-        done = subprocess.run([str(LAB_SH), *argv], env={**self.environment, **(settings or {})}, text=True, capture_output=True,
-                              check=False, timeout=timeout, input=stdin or "")
+        done = subprocess.run(
+            [str(LAB_SH), *argv], env={**self.environment, **(settings or {})}, text=True, capture_output=True, check=False, timeout=timeout, input=stdin or ""
+        )
         if check and done.returncode:
             raise LabFailed(done.returncode, [str(LAB_SH), *argv], done.stdout, done.stderr)
         return done
@@ -57,8 +63,9 @@ class Lab:
 
     def up(self, *hosts: str, gpus: str | None = None, hcas: str | None = None, settings: Mapping[str, str] | None = None) -> None:
         """Make hosts that are not there yet. `gpus` is N or N:MODEL, `hcas` N:ib or N:roce (see lab.sh); both hold for the new hosts only."""
-        options = [word for option, value in (("--gpus", gpus), ("--hcas", hcas), ("--owner", self.owner and str(self.owner))) if value
-                   for word in (option, value)]
+        options = [
+            word for option, value in (("--gpus", gpus), ("--hcas", hcas), ("--owner", self.owner and str(self.owner))) if value for word in (option, value)
+        ]
         self.call("up", *options, *hosts, timeout=600, settings=settings)
 
     def down(self) -> None:

@@ -74,8 +74,12 @@ def leftovers(one: Lab) -> list[str]:
     """Whatever of a lab still is on this machine."""
     tag = f"lab-{one.name}"
     found = [name for name in namespaces() if name == f"{tag}.hub" or name.startswith(f"{tag}-")]
-    found += [str(path) for tree in ("/sys/fs/cgroup", "/sys/fs/cgroup/unified", "/sys/fs/cgroup/systemd") for path in [pathlib.Path(tree, tag)] if path.exists()]
-    found += [str(path) for path in (one.directory, pathlib.Path("/run/rankzero-lab", one.name), pathlib.Path(f"/run/rankzero-lab/{one.name}.lock")) if path.exists()]
+    found += [
+        str(path) for tree in ("/sys/fs/cgroup", "/sys/fs/cgroup/unified", "/sys/fs/cgroup/systemd") for path in [pathlib.Path(tree, tag)] if path.exists()
+    ]
+    found += [
+        str(path) for path in (one.directory, pathlib.Path("/run/rankzero-lab", one.name), pathlib.Path(f"/run/rankzero-lab/{one.name}.lock")) if path.exists()
+    ]
     found += [str(path) for path in pathlib.Path("/run/systemd/nspawn").glob(f"*/{tag}-*")]
     found += [line for line in pathlib.Path("/proc/mounts").read_text(encoding="utf-8").splitlines() if f"/{tag}/" in line]
     for process in pathlib.Path("/proc").glob("[0-9]*"):
@@ -90,7 +94,13 @@ def leftovers(one: Lab) -> list[str]:
 
 
 def ansible(one: Lab, *argv: str, **settings: str) -> str:
-    return one.run(ANSIBLE, "-i", str(one.inventory), *argv, settings={"ANSIBLE_CALLBACK_RESULT_FORMAT": "json", "ANSIBLE_LOCAL_TEMP": str(one.directory / "ansible"), **settings}).stdout
+    return one.run(
+        ANSIBLE,
+        "-i",
+        str(one.inventory),
+        *argv,
+        settings={"ANSIBLE_CALLBACK_RESULT_FORMAT": "json", "ANSIBLE_LOCAL_TEMP": str(one.directory / "ansible"), **settings},
+    ).stdout
 
 
 def hub_reaches(one: Lab, address: str) -> bool:
@@ -137,8 +147,12 @@ def test_hosts_are_reached_from_the_lab_only(three: Lab) -> None:
 
 
 def test_a_service_survives_a_reboot(three: Lab) -> None:
-    three.ssh("n1", "useradd -r svc; echo GREETING=hello > /etc/demo.env; echo secret > /etc/demo.secret; chmod 600 /etc/demo.secret; "
-                    "cat > /etc/systemd/system/demo.service", stdin=UNIT)
+    three.ssh(
+        "n1",
+        "useradd -r svc; echo GREETING=hello > /etc/demo.env; echo secret > /etc/demo.secret; chmod 600 /etc/demo.secret; "
+        "cat > /etc/systemd/system/demo.service",
+        stdin=UNIT,
+    )
     ansible(three, "n1", "-m", "systemd_service", "-a", "name=demo state=started enabled=true daemon_reload=true")
     before = three.ssh("n1", "cat /proc/sys/kernel/random/boot_id; systemctl show -P LimitMEMLOCK demo").stdout.split()
     assert before[1] == "infinity"
@@ -165,11 +179,21 @@ def test_gpus_are_each_hosts_own_and_idle_after_a_boot(three: Lab) -> None:
 
 
 def test_hcas_stand_in_sysfs_beside_what_is_real(three: Lab) -> None:
-    seen = three.ssh("n3", "cd /sys/class/infiniband/mlx5_0; cat ports/1/state ports/1/gids/3 ports/1/gid_attrs/ndevs/3; ls device/net; readlink -f device; "
-                           "readlink -f /sys/bus/pci/devices/0000:13:00.0; test -e /dev/infiniband/uverbs0; cat /sys/class/net/eth1/operstate").stdout.splitlines()
+    seen = three.ssh(
+        "n3",
+        "cd /sys/class/infiniband/mlx5_0; cat ports/1/state ports/1/gids/3 ports/1/gid_attrs/ndevs/3; ls device/net; readlink -f device; "
+        "readlink -f /sys/bus/pci/devices/0000:13:00.0; test -e /dev/infiniband/uverbs0; cat /sys/class/net/eth1/operstate",
+    ).stdout.splitlines()
     switch = "/sys/devices/pci0000:10/0000:10:01.0/0000:11:00.0"
-    assert seen == ["4: ACTIVE", "0000:0000:0000:0000:0000:ffff:0a4e:000d", "eth1", "eth1",
-                    f"{switch}/0000:12:01.0/0000:14:00.0", f"{switch}/0000:12:00.0/0000:13:00.0", "up"]
+    assert seen == [
+        "4: ACTIVE",
+        "0000:0000:0000:0000:0000:ffff:0a4e:000d",
+        "eth1",
+        "eth1",
+        f"{switch}/0000:12:01.0/0000:14:00.0",
+        f"{switch}/0000:12:00.0/0000:13:00.0",
+        "up",
+    ]
     assert "10.78.0.13/24" in three.ssh("n3", "ip -o -4 addr show eth1").stdout
 
 
@@ -252,8 +276,12 @@ def test_a_new_host_joins_with_seeds_of_its_own(three: Lab, tmp_path: pathlib.Pa
         (tmp_path / name / "etc").mkdir(parents=True)
         (tmp_path / name / "etc" / name).write_text(text, encoding="utf-8")
         (tmp_path / name).chmod(0o700)
-    three.up("n-4", gpus="8:H100", hcas="8:ib", settings={"LAB_SEED": str(tmp_path / "all"), "LAB_SEED_n_4": str(tmp_path / "own"),
-                                                         "LAB_BIND_RO": f"{tmp_path}:/opt/shared"})
+    three.up(
+        "n-4",
+        gpus="8:H100",
+        hcas="8:ib",
+        settings={"LAB_SEED": str(tmp_path / "all"), "LAB_SEED_n_4": str(tmp_path / "own"), "LAB_BIND_RO": f"{tmp_path}:/opt/shared"},
+    )
     assert three.ssh("ansible@n-4", "cat /etc/all /etc/own").stdout == "for allfor n-4"
     assert [gpu[0] for gpu in gpus(three, "n-4")] == ["NVIDIA H100 80GB HBM3"] * 8
     assert three.ssh("n-4", "cat /sys/class/infiniband/mlx5_*/device/numa_node").stdout.split() == ["0"] * 4 + ["1"] * 4
@@ -312,8 +340,12 @@ def test_down_removes_only_what_is_the_labs(three: Lab, another: Callable[[str],
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_lab_goes_with_the_command_that_made_it(lab: Lab, another: Callable[[str], Lab], ending: signal.Signals) -> None:
     one = another("d")
-    with subprocess.Popen([str(LAB_SH), "run", "sh", "-c", f"{LAB_SH} up n1; (sleep 99 &); echo up; exec sleep 98"], env=one.environment, stdout=subprocess.PIPE,
-                          start_new_session=True) as runner:
+    with subprocess.Popen(
+        [str(LAB_SH), "run", "sh", "-c", f"{LAB_SH} up n1; (sleep 99 &); echo up; exec sleep 98"],
+        env=one.environment,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    ) as runner:
         assert runner.stdout is not None
         assert runner.stdout.readline() == b"up\n"
         runner.send_signal(ending)
@@ -344,9 +376,16 @@ def test_run_gives_back_the_commands_own_ending(lab: Lab, another: Callable[[str
 
 
 def test_commands_refuse_what_makes_no_sense(three: Lab) -> None:
-    for argv, text in ((["ssh"], ""), (["stop", "n7"], "no host n7"), (["cut", "n1:eth5"], "no network eth5"), (["start", "n1"], "n1 is on"),
-                       (["up", "Bad_Name"], "not a host name"), (["up", "--gpus", "9:NOPE", "n5"], "unknown GPU model"),
-                       (["up", "--hcas", "2:roce", "n5"], "need 2 fabric networks"), (["up", "--what", "1", "n5"], "unknown option")):
+    for argv, text in (
+        (["ssh"], ""),
+        (["stop", "n7"], "no host n7"),
+        (["cut", "n1:eth5"], "no network eth5"),
+        (["start", "n1"], "n1 is on"),
+        (["up", "Bad_Name"], "not a host name"),
+        (["up", "--gpus", "9:NOPE", "n5"], "unknown GPU model"),
+        (["up", "--hcas", "2:roce", "n5"], "need 2 fabric networks"),
+        (["up", "--what", "1", "n5"], "unknown option"),
+    ):
         done = three.call(*argv, check=False)
         assert done.returncode != 0 and text in done.stderr
     assert "n5" not in three.hosts()

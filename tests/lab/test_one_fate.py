@@ -21,7 +21,7 @@ from lab.test_replica_on_hosts import SIMULATED, play, succeeded
 pytestmark = pytest.mark.lab
 
 HOSTS = ["f1", "f2", "f3"]
-SILENT = 8          # seconds
+SILENT = 8  # seconds
 HEALTH = "import urllib.request; print(urllib.request.urlopen('{url}/v1/models', timeout=3).status)"
 
 
@@ -60,10 +60,12 @@ def until(true: Callable[[], Any], seconds: float, what: Callable[[], object]) -
 
 def serving(lab: Lab, other_than: str | None = None, seconds: float = 60) -> str:
     """Until all hosts run one run, a later one than `other_than`, and rank 0 answers; its id."""
+
     def there() -> str | None:
         seen = states(lab)
         ids = {one.get("run_id") for one in seen}
         return seen[0]["run_id"] if len(ids) == 1 and ids != {other_than} and all(one.get("stage") == "running" for one in seen) and answers(lab) else None
+
     return str(until(there, seconds, lambda: [(one.get("stage"), one.get("detail"), one.get("last_end")) for one in states(lab)]))
 
 
@@ -160,7 +162,9 @@ def test_ranks_with_different_keys_are_found_and_written_anew(replica: Lab) -> N
     done = play(replica, "deploy_replica", ":".join(HOSTS), replica_profile={**SIMULATED, "nodes": 3, "tp": 6}, replica_silent_seconds=SILENT)
     succeeded(done)
     serving(replica, other_than=before)
-    keys = {replica.console(host, "cat /etc/rankzero/lab/current/secrets/tie_key; stat -c %a /etc/rankzero/lab/current/secrets/tie_key").stdout for host in HOSTS}
+    keys = {
+        replica.console(host, "cat /etc/rankzero/lab/current/secrets/tie_key; stat -c %a /etc/rankzero/lab/current/secrets/tie_key").stdout for host in HOSTS
+    }
     assert len(keys) == 1 and keys.pop().endswith("600\n")
 
 

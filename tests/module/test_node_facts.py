@@ -18,9 +18,26 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 ANSIBLE = pathlib.Path(sys.executable).parent / "ansible"
-KEYS = {"schema", "gathered_at", "host", "gpus", "topology", "hcas", "interfaces", "routes", "default_route", "hostname_resolves_to", "limits", "drivers",
-        "engines",
-        "models", "ports_in_use", "shards", "cordoned", "traces"}
+KEYS = {
+    "schema",
+    "gathered_at",
+    "host",
+    "gpus",
+    "topology",
+    "hcas",
+    "interfaces",
+    "routes",
+    "default_route",
+    "hostname_resolves_to",
+    "limits",
+    "drivers",
+    "engines",
+    "models",
+    "ports_in_use",
+    "shards",
+    "cordoned",
+    "traces",
+}
 H100 = """driver 580.95.05
 gpu 0-1 name="NVIDIA H100 80GB HBM3" uuid=GPU-%d total=81559 reserved=551 cc=9.0
 gpu 0 pci=00000000:18:00.0
@@ -30,11 +47,31 @@ gpu 1 pci=00000000:38:00.0
 
 def run(options: dict, *arguments: str, **environment: str) -> dict:
     """The result of one `ansible -m rankzero.inference.node_facts localhost`."""
-    command = [str(ANSIBLE), "localhost", "-i", "localhost,", "-c", "local", "-e", "ansible_python_interpreter=" + sys.executable,
-               "-m", "rankzero.inference.node_facts", "-a", json.dumps(options), *arguments]
+    command = [
+        str(ANSIBLE),
+        "localhost",
+        "-i",
+        "localhost,",
+        "-c",
+        "local",
+        "-e",
+        "ansible_python_interpreter=" + sys.executable,
+        "-m",
+        "rankzero.inference.node_facts",
+        "-a",
+        json.dumps(options),
+        *arguments,
+    ]
     kept = {name: value for name, value in os.environ.items() if not name.startswith("ANSIBLE_")}
-    values = dict(kept, ANSIBLE_COLLECTIONS_PATH=str(ROOT / ".collections"), ANSIBLE_HOME=str(ROOT / ".ansible"),
-                  ANSIBLE_CALLBACK_RESULT_FORMAT="json", ANSIBLE_NOCOLOR="1", ANSIBLE_DEPRECATION_WARNINGS="0", **environment)
+    values = dict(
+        kept,
+        ANSIBLE_COLLECTIONS_PATH=str(ROOT / ".collections"),
+        ANSIBLE_HOME=str(ROOT / ".ansible"),
+        ANSIBLE_CALLBACK_RESULT_FORMAT="json",
+        ANSIBLE_NOCOLOR="1",
+        ANSIBLE_DEPRECATION_WARNINGS="0",
+        **environment,
+    )
     done = subprocess.run(command, env=values, capture_output=True, text=True, check=False, timeout=120)
     assert "=> {" in done.stdout, done.stdout + done.stderr
     result = json.JSONDecoder().raw_decode(done.stdout, done.stdout.index("=> {") + 3)[0]
@@ -44,8 +81,16 @@ def run(options: dict, *arguments: str, **environment: str) -> dict:
 
 
 def roots(tree: hardware_trees.HardwareTree, **options: object) -> dict:
-    return dict({"sysfs_root": str(tree.sysfs), "proc_root": str(tree.proc), "dev_root": str(tree.dev), "replica_root": str(tree.root),
-                 "network_state": str(tree.network_state)}, **options)
+    return dict(
+        {
+            "sysfs_root": str(tree.sysfs),
+            "proc_root": str(tree.proc),
+            "dev_root": str(tree.dev),
+            "replica_root": str(tree.root),
+            "network_state": str(tree.network_state),
+        },
+        **options,
+    )
 
 
 def generated_host(root: pathlib.Path) -> hardware_trees.HardwareTree:
@@ -94,11 +139,15 @@ def test_generated_host_with_gpus(tmp_path):
     first, second = (gpu["uuid"] for gpu in facts["gpus"])
     assert facts["topology"]["gpu_hca"] == {first: {"mlx5_0": "PIX", "mlx5_1": "SYS"}, second: {"mlx5_0": "SYS", "mlx5_1": "PIX"}}
     assert [(port["name"], port["fabrics"], port["usable"], port["reasons"]) for port in facts["hcas"]] == [
-        ("mlx5_0", ["roce:10.11.0.0/24"], True, []), ("mlx5_1", ["roce:10.12.0.0/24"], True, [])]
+        ("mlx5_0", ["roce:10.11.0.0/24"], True, []),
+        ("mlx5_1", ["roce:10.12.0.0/24"], True, []),
+    ]
     assert facts["default_route"] == {"interface": "eno1", "gateway": "10.0.0.1"}
     assert facts["hostname_resolves_to"] == ["10.0.0.5"]
-    assert [(interface["name"], interface["kind"], interface["speed_mbps"]) for interface in facts["interfaces"][:2]] == [("ens0np0", "physical", 400000),
-            ("ens1np0", "physical", 400000)]
+    assert [(interface["name"], interface["kind"], interface["speed_mbps"]) for interface in facts["interfaces"][:2]] == [
+        ("ens0np0", "physical", 400000),
+        ("ens1np0", "physical", 400000),
+    ]
     assert (facts["limits"]["memlock_bytes"], facts["limits"]["ephemeral_ports"], facts["limits"]["kho_cma_suspect"]) == ("unlimited", [32768, 60999], False)
     host = facts["host"]
     assert (host["memory_mib"], host["memory_available_mib"], host["kernel"]) == (2048, 1024, "6.8.0-45-generic")
@@ -121,8 +170,9 @@ def test_everything_that_was_deployed_is_seen(tmp_path):
     (model / "config.json").write_text('{"num_attention_heads": 32}', encoding="utf-8")
     (model / "model.safetensors").write_bytes(b"x" * 100)
     facts = run(roots(tree, model_paths=[str(model), "/nonexistent"], checksum_paths=[str(model)]), "--check")["ansible_facts"]["inference_node"]
-    assert {replica: (shard["rank"], shard["revision"], shard["profile"], shard["ready"]) for replica, shard in facts["shards"].items()} == {"glm": (0, "f1",
-            "p", False)}
+    assert {replica: (shard["rank"], shard["revision"], shard["profile"], shard["ready"]) for replica, shard in facts["shards"].items()} == {
+        "glm": (0, "f1", "p", False)
+    }
     assert facts["engines"]["sim"][0]["problems"] == []
     assert facts["cordoned"]["by"] == "ann"
     assert facts["models"][str(model)]["weight_bytes"] == 100
@@ -185,8 +235,12 @@ def test_ports_that_are_none_are_refused(port):
 
 
 def test_documentation_names_what_is_returned():
-    done = subprocess.run([str(ANSIBLE.parent / "ansible-doc"), "-t", "module", "rankzero.inference.node_facts", "--json"], capture_output=True, text=True,
-                          check=True,
-                          env=dict(os.environ, ANSIBLE_COLLECTIONS_PATH=str(ROOT / ".collections")))
+    done = subprocess.run(
+        [str(ANSIBLE.parent / "ansible-doc"), "-t", "module", "rankzero.inference.node_facts", "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=dict(os.environ, ANSIBLE_COLLECTIONS_PATH=str(ROOT / ".collections")),
+    )
     documented = json.loads(done.stdout)["rankzero.inference.node_facts"]
     assert set(documented["return"]["ansible_facts"]["contains"]["inference_node"]["contains"]) == KEYS

@@ -26,7 +26,14 @@ def hosts(count: int, gpus: int = 8, adapter_rank: int | None = 16, config: dict
         host["engines"] = {engine: [build(engine)] for engine in PROGRAMS}
         host["models"]["/models/glm"]["config"] = config
         for name in ("sql", "fix"):
-            host["models"][f"/adapters/{name}"] = {"exists": True, "readable": True, "kind": "directory", "bytes": 5, "files": 2, "config": {"r": adapter_rank} if adapter_rank else None}
+            host["models"][f"/adapters/{name}"] = {
+                "exists": True,
+                "readable": True,
+                "kind": "directory",
+                "bytes": 5,
+                "files": 2,
+                "config": {"r": adapter_rank} if adapter_rank else None,
+            }
     return found
 
 
@@ -35,7 +42,17 @@ ADAPTERS = [{"name": "sql", "path": "/adapters/sql"}, {"name": "fix", "path": "/
 
 def profile(engine: str, nodes: int = 1, **more: Any) -> dict[str, Any]:
     """Eight GPUs a node, split by tensors within a node and by layers over nodes."""
-    return {"name": "p", "engine": engine, "model_path": "/models/glm", "served_model_name": "glm", "nodes": nodes, "tp": 8, "pp": nodes, "gpus_per_node": 8, **more}
+    return {
+        "name": "p",
+        "engine": engine,
+        "model_path": "/models/glm",
+        "served_model_name": "glm",
+        "nodes": nodes,
+        "tp": 8,
+        "pp": nodes,
+        "gpus_per_node": 8,
+        **more,
+    }
 
 
 def good(wanted: dict[str, Any], key: bool = True, found: dict[str, Any] | None = None, **more: Any) -> list[dict[str, Any]]:

@@ -13,12 +13,13 @@ from typing import Any, NoReturn
 
 import facts
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from ansible_collections.rankzero.inference.plugins.plugin_utils import collection_files, engines
 from ansible_collections.rankzero.inference.plugins.plugin_utils.arguments import Grammar, canonical, find
 from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings
 from ansible_collections.rankzero.inference.plugins.plugin_utils.profile import parse
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 # Like vLLM's: options that matter, others that do not, some that share prefixes, and both kinds of short ones.
 OWNED = {

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+
 from ansible_collections.rankzero.inference.plugins.module_utils import revisions as revisions_module
 from ansible_collections.rankzero.inference.plugins.module_utils import service_managers
 from ansible_collections.rankzero.inference.plugins.module_utils.deployment import KEEP_REVISIONS, Deployment, DeploymentError
@@ -513,7 +514,9 @@ def test_absent_ends_the_processes_with_our_marker_and_no_other(root: pathlib.Pa
     deploy(root, systemctl, "aaaa", {**OLD, "launch.json": '{"rank": 3}\n'})
     home, elsewhere = "%s/var/lib/rankzero/glm" % root, "/other/root/var/lib/rankzero/glm"
     start = [
-        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env={**os.environ, "RANKZERO_SHARD": marker, "HOME": where}, stdout=subprocess.DEVNULL)
+        subprocess.Popen(
+            [sys.executable, "-c", "import time; time.sleep(60)"], env={**os.environ, "RANKZERO_SHARD": marker, "HOME": where}, stdout=subprocess.DEVNULL
+        )
         for marker, where in (("glm/3/0123456789abcdef", home), ("glm/3/0123456789abcdef", elsewhere), ("glm-2/3/0123456789abcdef", home))
     ]
     try:

@@ -11,6 +11,7 @@ import pathlib
 import sys
 
 import pytest
+
 from ansible_collections.rankzero.inference.plugins.module_utils import engine_builds
 
 
@@ -22,8 +23,19 @@ def register(root: pathlib.Path, name: str, content: object) -> pathlib.Path:
 
 
 def test_whole(tmp_path):
-    record = {"engine": "vllm", "name": "nightly", "path": sys.executable, "version": "0.33.0", "fingerprint": "abc", "nccl": "2.30.7", "devices": ["CUDA0"],
-              "env": {"PATH": "/usr/bin"}, "installed_at": "2026-01-31T12:00:00Z", "paths": {"python": sys.executable}, "schema": 1}
+    record = {
+        "engine": "vllm",
+        "name": "nightly",
+        "path": sys.executable,
+        "version": "0.33.0",
+        "fingerprint": "abc",
+        "nccl": "2.30.7",
+        "devices": ["CUDA0"],
+        "env": {"PATH": "/usr/bin"},
+        "installed_at": "2026-01-31T12:00:00Z",
+        "paths": {"python": sys.executable},
+        "schema": 1,
+    }
     register(tmp_path, "vllm-nightly.json", record)
     build = {key: value for key, value in record.items() if key not in ("engine", "schema")}
     assert engine_builds.read(str(tmp_path)) == {"vllm": [dict(build, problems=[])]}
@@ -54,8 +66,14 @@ def test_programs_that_cannot_run(tmp_path):
         register(tmp_path, "llamacpp-%s.json" % name, {"path": program})
     problems = {build["name"]: build["problems"] for build in engine_builds.read(str(tmp_path))["llamacpp"]}
     assert set(problems) == set(programs)
-    words = {"gone": "is gone", "plain": "cannot be executed", "folder": "cannot be executed", "relative": "no absolute path", "none": "names no path",
-             "odd": "names no path"}
+    words = {
+        "gone": "is gone",
+        "plain": "cannot be executed",
+        "folder": "cannot be executed",
+        "relative": "no absolute path",
+        "none": "names no path",
+        "odd": "names no path",
+    }
     for name, word in words.items():
         assert len(problems[name]) == 1 and word in problems[name][0]
     os.chmod(plain, 0o755)

@@ -11,6 +11,7 @@ import subprocess
 from typing import Any
 
 import pytest
+
 from ansible_collections.rankzero.inference.plugins.module_utils import engine_probe
 from ansible_collections.rankzero.inference.plugins.module_utils.engine_probe import ProbeError
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import facts
 import pytest
+
 from ansible_collections.rankzero.inference.plugins.plugin_utils import engines, status
 from ansible_collections.rankzero.inference.plugins.plugin_utils.engines.base import Engine
 from ansible_collections.rankzero.inference.plugins.plugin_utils.engines.sim import Adapter as Simulator

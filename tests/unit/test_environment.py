@@ -13,11 +13,12 @@ import facts as build
 import nccl_model
 import pytest
 import yaml
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
 from ansible_collections.rankzero.inference.plugins.plugin_utils import addressing, environment, fabric, gids
 from ansible_collections.rankzero.inference.plugins.plugin_utils.addressing import Endpoint
 from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 
 FIXTURES = pathlib.Path(__file__).parent.parent / "fixtures" / "hardware"
 VERBS = ("NCCL_IB_", "NCCL_NET", "NCCL_IGNORE_NET_MISMATCH", "NCCL_CROSS_NIC")

@@ -39,32 +39,72 @@ def models(*names: str) -> dict[str, Any]:
 def observed(gpus: int = 2, leader: bool = True, expected_mib: int = 20000, **more: Any) -> dict[str, Any]:
     """A shard of two ranks that has everything it needs to be ready, on this many GPUs."""
     ready = {
-        "engine": "vllm", "serves_http": leader, "url": URL if leader else None, "health_path": "/health", "models_path": "/v1/models",
-        "expect_models": ["glm", "sql"] if leader else [], "probe_path": "/v1/chat/completions", "probe_model": "glm", "key_secret": "api_key",
-        "key_protects": "/v1/models", "gpu_evidence": gpus > 0, "falls_back_to_cpu": True, "devices_command": None, "accepts_on_port": None,
-        "warmup_503": True, "budget_seconds": 900,
+        "engine": "vllm",
+        "serves_http": leader,
+        "url": URL if leader else None,
+        "health_path": "/health",
+        "models_path": "/v1/models",
+        "expect_models": ["glm", "sql"] if leader else [],
+        "probe_path": "/v1/chat/completions",
+        "probe_model": "glm",
+        "key_secret": "api_key",
+        "key_protects": "/v1/models",
+        "gpu_evidence": gpus > 0,
+        "falls_back_to_cpu": True,
+        "devices_command": None,
+        "accepts_on_port": None,
+        "warmup_503": True,
+        "budget_seconds": 900,
     }
     launch = {
-        "schema": 1, "replica": "glm", "rank": 0 if leader else 1, "nodes": 2, "fingerprint": "f1", "ready": ready,
+        "schema": 1,
+        "replica": "glm",
+        "rank": 0 if leader else 1,
+        "nodes": 2,
+        "fingerprint": "f1",
+        "ready": ready,
         "launches": [{"name": "engine", "path": "/bin/engine", "args": []}],
         "gpus": [{"uuid": GPU[number], "index": number, "pci_bdf": f"0000:{number}b:00.0", "expected_mib": expected_mib} for number in range(gpus)],
     }
     state = {
-        "schema": 1, "replica": "glm", "rank": launch["rank"], "fingerprint": "f1", "run_id": "r1", "stage": "running", "detail": "engine runs as process 10",
-        "stage_since": 900.0, "started_at": 900.0, "supervisor_pid": 9, "restarts": 0, "last_end": None,
+        "schema": 1,
+        "replica": "glm",
+        "rank": launch["rank"],
+        "fingerprint": "f1",
+        "run_id": "r1",
+        "stage": "running",
+        "detail": "engine runs as process 10",
+        "stage_since": 900.0,
+        "started_at": 900.0,
+        "supervisor_pid": 9,
+        "restarts": 0,
+        "last_end": None,
         "launches": [{"name": "engine", "pid": 10, "started_at": 900.0, "exit": None}],
     }
     http = {
-        "health": answer(), "models": models("glm", "sql"), "unauthenticated": answer(401), "generation": answer(json={"choices": [{}]}), "key": "used",
+        "health": answer(),
+        "models": models("glm", "sql"),
+        "unauthenticated": answer(401),
+        "generation": answer(json={"choices": [{}]}),
+        "key": "used",
         "listener": {"pid": 10, "name": "vllm", "user": "rankzero", "ours": True},
     }
     whole = {
-        "launch": launch, "launch_problem": None, "state": state,
+        "launch": launch,
+        "launch_problem": None,
+        "state": state,
         "service": {"active": True, "restarting": False, "failed": False, "restarts": 0, "result": "success", "manager": "systemd"},
-        "patience": False, "wanted": {"fingerprint": "f1", "rank": launch["rank"], "run_id": "r1"}, "driver": {"state": "ok", "message": None},
+        "patience": False,
+        "wanted": {"fingerprint": "f1", "rank": launch["rank"], "run_id": "r1"},
+        "driver": {"state": "ok", "message": None},
         "gpus": [gpu(number, process(10 + number, 70000), used_mib=70500) for number in range(gpus)] if gpus else None,
-        "http": http if leader else None, "connected": None, "devices": None, "leader_serving": None if leader else True,
-        "serving_since": NOW - 60, "log": [], "now": NOW,
+        "http": http if leader else None,
+        "connected": None,
+        "devices": None,
+        "leader_serving": None if leader else True,
+        "serving_since": NOW - 60,
+        "log": [],
+        "now": NOW,
     }
     return {**whole, **more}
 
@@ -79,7 +119,6 @@ def judge(observation: dict[str, Any]) -> dict[str, Any]:
     return verdict
 
 
-
 # ------------------------------------------------------------------------------------------------------------------ ready
 
 
@@ -89,7 +128,9 @@ def test_leader_with_all_proof_is_ready() -> None:
     assert verdict["serving"] is True
     assert verdict["reason"] == "it serves glm, sql, 2 of 2 GPUs hold their share"
     assert [(row["held_mib"], row["by"], row["pids"], row["enough"]) for row in verdict["evidence"]["gpus"]] == [
-        (70000, "processes", [10], True), (70000, "processes", [11], True)]
+        (70000, "processes", [10], True),
+        (70000, "processes", [11], True),
+    ]
     assert verdict["evidence"]["judged_without_gpu"] is False
 
 
@@ -133,10 +174,14 @@ def test_gpu_profile_without_gpus_proves_nothing() -> None:
 # ------------------------------------------------------------------------------------------------------------------ stages
 
 
-@pytest.mark.parametrize(("stage", "detail", "text"), [
-    ("starting", "", "the service is starting"), ("waiting", "launch engine waits for the leader at 10.0.0.5:29501", "waiting: launch engine waits"),
-    ("sidecars", "ray runs as process 9", "starting the sidecars: ray runs"),
-])
+@pytest.mark.parametrize(
+    ("stage", "detail", "text"),
+    [
+        ("starting", "", "the service is starting"),
+        ("waiting", "launch engine waits for the leader at 10.0.0.5:29501", "waiting: launch engine waits"),
+        ("sidecars", "ray runs as process 9", "starting the sidecars: ray runs"),
+    ],
+)
 def test_stages_before_the_engine(stage: str, detail: str, text: str) -> None:
     observation = observed(http=None)
     observation["state"].update(stage=stage, detail=detail, launches=[])
@@ -146,8 +191,11 @@ def test_stages_before_the_engine(stage: str, detail: str, text: str) -> None:
 
 
 def refused(**more: Any) -> dict[str, Any]:
-    return observed(http={"health": answer(None, "refused"), "models": None, "unauthenticated": None, "generation": None, "key": None, "listener": None},
-                    serving_since=None, **more)
+    return observed(
+        http={"health": answer(None, "refused"), "models": None, "unauthenticated": None, "generation": None, "key": None, "listener": None},
+        serving_since=None,
+        **more,
+    )
 
 
 def test_nothing_held_on_several_nodes_is_joining() -> None:
@@ -220,8 +268,12 @@ def test_engine_that_ends_has_failed_at_once_whatever_its_code(code: int, leader
 
 
 def test_end_is_explained_by_the_earliest_line() -> None:
-    log = ["INFO starting", "ValueError: Free memory on device (0.49/79.32 GiB) on startup is less than desired GPU memory utilization (0.6, 47.59 GiB).",
-           "Traceback (most recent call last):", "RuntimeError: Engine core initialization failed. See root cause above."]
+    log = [
+        "INFO starting",
+        "ValueError: Free memory on device (0.49/79.32 GiB) on startup is less than desired GPU memory utilization (0.6, 47.59 GiB).",
+        "Traceback (most recent call last):",
+        "RuntimeError: Engine core initialization failed. See root cause above.",
+    ]
     verdict = judge(ended(1, log=log))
     assert "already holds memory" in verdict["cause"]
     assert verdict["log_lines"][0] == log[1]
@@ -310,10 +362,15 @@ def test_another_run_than_at_the_beginning_was_a_restart() -> None:
     assert judge(observation)["failed"]
 
 
-@pytest.mark.parametrize(("at", "reason", "failed"), [
-    (895.0, "engine engine ended with exit code 1", True), (None, "run_shard.py of run r0 was killed (SIGKILL) or crashed in stage running", True),
-    (500.0, "engine engine ended with exit code 1", False), (895.0, "SIGTERM received", False),
-])
+@pytest.mark.parametrize(
+    ("at", "reason", "failed"),
+    [
+        (895.0, "engine engine ended with exit code 1", True),
+        (None, "run_shard.py of run r0 was killed (SIGKILL) or crashed in stage running", True),
+        (500.0, "engine engine ended with exit code 1", False),
+        (895.0, "SIGTERM received", False),
+    ],
+)
 def test_restart_without_a_manager_that_counts(at: float | None, reason: str, failed: bool) -> None:
     observation = refused()
     observation["service"].update(manager="supervisor", restarts=None)
@@ -388,8 +445,12 @@ def on_the_cpu(**more: Any) -> dict[str, Any]:
 
 
 def test_nothing_on_any_gpu_is_the_cpu_with_devices_and_line() -> None:
-    log = ["run_shard: launch engine started", "PermissionError: [Errno 13] Permission denied: '/root/.cache'",
-           "warning: no usable GPU found, --gpu-layers option will be ignored", "main: server is listening"]
+    log = [
+        "run_shard: launch engine started",
+        "PermissionError: [Errno 13] Permission denied: '/root/.cache'",
+        "warning: no usable GPU found, --gpu-layers option will be ignored",
+        "main: server is listening",
+    ]
     verdict = judge(on_the_cpu(devices={"lines": ["Available devices:", "  (none)"], "error": None}, log=log))
     assert verdict["failed"]
     assert "no process of this shard holds memory on any of its 2 GPUs: it runs on the CPU" in verdict["reason"]
@@ -432,10 +493,15 @@ def test_difference_that_strangers_explain_proves_nothing() -> None:
     assert judge(observed() | {"gpus": seen})["failed"]
 
 
-@pytest.mark.parametrize("seen", [
-    gpu(0, process(10, None), process(5, None, ours=False), used_mib=70000), gpu(0, process(10, None), used_mib=None), gpu(0) | {"processes": None},
-    gpu(2),
-])
+@pytest.mark.parametrize(
+    "seen",
+    [
+        gpu(0, process(10, None), process(5, None, ours=False), used_mib=70000),
+        gpu(0, process(10, None), used_mib=None),
+        gpu(0) | {"processes": None},
+        gpu(2),
+    ],
+)
 def test_what_is_not_known_is_null_and_not_proof(seen: dict[str, Any]) -> None:
     verdict = judge(observed() | {"gpus": [seen, gpu(1, process(11, 70000))]})
     assert verdict["failed"]
@@ -482,20 +548,23 @@ def http(**more: Any) -> dict[str, Any]:
     return observation
 
 
-@pytest.mark.parametrize(("change", "part", "serving"), [
-    ({"models": models("llama")}, f"a different server answers at {URL}: it serves llama, not glm, sql", False),
-    ({"models": models()}, "it serves nothing, not glm, sql", False),
-    ({"models": models("glm")}, "does not list sql, only glm", True),
-    ({"models": answer(404, server="nginx/1.2")}, "different server is on this port (it calls itself nginx/1.2)", False),
-    ({"models": answer(200, json={"data": "x"})}, "without a list of models", False),
-    ({"models": answer(401)}, "to this revision's API key", False),
-    ({"models": answer(401), "key": "unreadable"}, "may not read the key file", False),
-    ({"models": answer(401), "key": None}, "has no API key: a different server", False),
-    ({"listener": {"pid": 7, "name": "nginx", "user": "www", "ours": False}, "models": None}, "process 7 (nginx, user www) has the port", False),
-    ({"unauthenticated": answer(200)}, "answers 200 without the API key instead of 401", True),
-    ({"generation": answer(500, text="EngineDead\x1b[31m")}, "answers 500 to a request for one token: EngineDead", True),
-    ({"generation": answer(200, json={})}, "without a generated choice", True),
-])
+@pytest.mark.parametrize(
+    ("change", "part", "serving"),
+    [
+        ({"models": models("llama")}, f"a different server answers at {URL}: it serves llama, not glm, sql", False),
+        ({"models": models()}, "it serves nothing, not glm, sql", False),
+        ({"models": models("glm")}, "does not list sql, only glm", True),
+        ({"models": answer(404, server="nginx/1.2")}, "different server is on this port (it calls itself nginx/1.2)", False),
+        ({"models": answer(200, json={"data": "x"})}, "without a list of models", False),
+        ({"models": answer(401)}, "to this revision's API key", False),
+        ({"models": answer(401), "key": "unreadable"}, "may not read the key file", False),
+        ({"models": answer(401), "key": None}, "has no API key: a different server", False),
+        ({"listener": {"pid": 7, "name": "nginx", "user": "www", "ours": False}, "models": None}, "process 7 (nginx, user www) has the port", False),
+        ({"unauthenticated": answer(200)}, "answers 200 without the API key instead of 401", True),
+        ({"generation": answer(500, text="EngineDead\x1b[31m")}, "answers 500 to a request for one token: EngineDead", True),
+        ({"generation": answer(200, json={})}, "without a generated choice", True),
+    ],
+)
 def test_server_that_does_not_prove_itself(change: dict[str, Any], part: str, serving: bool) -> None:
     verdict = judge(http(**change))
     assert verdict["failed"]
@@ -506,10 +575,18 @@ def test_server_that_does_not_prove_itself(change: dict[str, Any], part: str, se
     assert part in early["reason"]
 
 
-@pytest.mark.parametrize("change", [
-    {"models": answer(None, "timeout")}, {"unauthenticated": answer(None, "timeout")}, {"generation": answer(None, "timeout")}, {"generation": None},
-    {"generation": answer(503, "loading")}, {"models": answer(None, "other")}, {"generation": answer(None, "other")},
-])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"models": answer(None, "timeout")},
+        {"unauthenticated": answer(None, "timeout")},
+        {"generation": answer(None, "timeout")},
+        {"generation": None},
+        {"generation": answer(503, "loading")},
+        {"models": answer(None, "other")},
+        {"generation": answer(None, "other")},
+    ],
+)
 def test_answer_that_is_late_is_waited_for(change: dict[str, Any]) -> None:
     assert judge(http(**change))["stage"] == "serving"
 
@@ -615,16 +692,24 @@ def after_an_end(stage: str, rank: int = 1, kind: str = "launch", *, own: bool =
     """Rank 0's observation after the run ended for the sake of `rank`; its own engine was ended by run_shard.py then."""
     observation = refused()
     reason = "engine engine ended with exit code 1" if own else f"rank {rank}: engine engine ended with exit code 1"
-    observation["state"].update(stage=stage, detail=reason, failures=1, last_end={"launch": "engine", "code": 1, "signal": None, "at": 990.0, "reason": reason,
-                                                                                  "rank": rank, "kind": kind})
+    observation["state"].update(
+        stage=stage,
+        detail=reason,
+        failures=1,
+        last_end={"launch": "engine", "code": 1, "signal": None, "at": 990.0, "reason": reason, "rank": rank, "kind": kind},
+    )
     observation["state"]["launches"][-1]["exit"] = {"code": None, "signal": "SIGTERM", "at": 990.0} if not own else {"code": 1, "signal": None, "at": 990.0}
     observation["state"].update(more)
     return observation
 
 
-@pytest.mark.parametrize(("stage", "shown", "text"), [
-    ("tying", "joining", "waiting for the other ranks: waits for rank 1 since"), ("restarting", "starting", "starting again: waits for rank 1 since"),
-])
+@pytest.mark.parametrize(
+    ("stage", "shown", "text"),
+    [
+        ("tying", "joining", "waiting for the other ranks: waits for rank 1 since"),
+        ("restarting", "starting", "starting again: waits for rank 1 since"),
+    ],
+)
 def test_stages_of_the_tie(stage: str, shown: str, text: str) -> None:
     observation = observed(http=None)
     observation["state"].update(stage=stage, detail="waits for rank 1 since 2026-01-31T12:00:00Z (it has not come yet)", launches=[])
@@ -643,8 +728,10 @@ def test_another_ranks_end_is_left_to_that_rank_to_tell(stage: str, shown: str) 
 
 def test_a_rank_whose_engine_ended_too_tells_its_own_end() -> None:
     """Engines of several ranks may end within milliseconds; the log of any of them may hold the cause."""
-    observation = after_an_end("tying", own_end={"launch": "engine", "code": 1, "signal": None, "at": 990.0, "reason": "engine engine ended with exit code 1", "rank": 0,
-                                                 "kind": "launch"})
+    observation = after_an_end(
+        "tying",
+        own_end={"launch": "engine", "code": 1, "signal": None, "at": 990.0, "reason": "engine engine ended with exit code 1", "rank": 0, "kind": "launch"},
+    )
     observation["state"]["launches"][-1]["exit"] = {"code": 1, "signal": None, "at": 990.0}
     assert judge(observation)["failed"] and judge(observation)["reason"] == "the engine ended with exit code 1"
 
@@ -676,7 +763,17 @@ def test_lost_and_stopped_ranks_are_no_failure_of_anybody(kind: str) -> None:
 @pytest.mark.parametrize(("known_run", "fails"), [(None, True), ("another", True), ("run", False)])
 def test_how_a_run_ended_before_this_deploy_is_history(known_run: str | None, fails: bool) -> None:
     """A replica that has healed itself is proven by the next deploy, which does not start it again: only what ends from then on is a failure."""
-    state = {"run_id": "run", "stage": "running", "restarts": 1, "started_at": 100.0, "failures": 1, "supervisor_pid": 1, "fingerprint": "f", "launches": [],
-             "last_end": {"code": 1, "signal": None, "at": 99.0, "reason": "engine ended with exit code 1"}, "own_end": {"reason": "engine ended with exit code 1"}}
+    state = {
+        "run_id": "run",
+        "stage": "running",
+        "restarts": 1,
+        "started_at": 100.0,
+        "failures": 1,
+        "supervisor_pid": 1,
+        "fingerprint": "f",
+        "launches": [],
+        "last_end": {"code": 1, "signal": None, "at": 99.0, "reason": "engine ended with exit code 1"},
+        "own_end": {"reason": "engine ended with exit code 1"},
+    }
     found = evidence._restarted({"state": state, "service": {"active": True, "restarts": None}, "wanted": {"known_run": known_run}})
     assert (found is not None) is fails

@@ -14,11 +14,12 @@ import hardware_trees
 import nccl_model
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from ansible_collections.rankzero.inference.plugins.module_utils import hcas, network, topology
 from ansible_collections.rankzero.inference.plugins.plugin_utils import fabric, fabric_names, gids, host_facts, placement, plan
 from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 FIXTURES = pathlib.Path(__file__).parent.parent / "fixtures" / "hardware"
 

@@ -16,7 +16,7 @@ import pytest
 
 SCRIPT = pathlib.Path(__file__).resolve().parent.parent.parent / "roles/replica/files/run_shard.py"
 V1, V2 = "IB/RoCE v1", "RoCE v2"
-ADDRESS = "0000:0000:0000:0000:0000:ffff:0a46:0005"     # 10.70.0.5
+ADDRESS = "0000:0000:0000:0000:0000:ffff:0a46:0005"  # 10.70.0.5
 LINK_LOCAL = "fe80:0000:0000:0000:0a00:27ff:fe00:0061"
 Table = dict[int, tuple[str, str]]
 BEFORE: Table = {0: (LINK_LOCAL, V1), 1: (LINK_LOCAL, V2), 2: (ADDRESS, V1), 3: (ADDRESS, V2)}
@@ -48,14 +48,17 @@ def plant(root: pathlib.Path, table: Table, state: str = "4: ACTIVE") -> str:
     return str(root)
 
 
-@pytest.mark.parametrize(("table", "state", "told"), [
-    (BEFORE, "4: ACTIVE", None),
-    (BEFORE, "1: DOWN", "HCA port mlx5_0:1 is DOWN, not ACTIVE"),
-    (AFTER, "4: ACTIVE", "GID index 3 is no longer RoCE v2 10.70.0.5; it is at index 4 now"),
-    ({0: (LINK_LOCAL, V1), 1: (LINK_LOCAL, V2)}, "4: ACTIVE", "the port has no such entry any more"),
-    ({**BEFORE, 3: (ADDRESS, V1)}, "4: ACTIVE", "no longer RoCE v2"),
-    ({**BEFORE, 3: ("not an address", V2)}, "4: ACTIVE", "no longer RoCE v2"),
-])
+@pytest.mark.parametrize(
+    ("table", "state", "told"),
+    [
+        (BEFORE, "4: ACTIVE", None),
+        (BEFORE, "1: DOWN", "HCA port mlx5_0:1 is DOWN, not ACTIVE"),
+        (AFTER, "4: ACTIVE", "GID index 3 is no longer RoCE v2 10.70.0.5; it is at index 4 now"),
+        ({0: (LINK_LOCAL, V1), 1: (LINK_LOCAL, V2)}, "4: ACTIVE", "the port has no such entry any more"),
+        ({**BEFORE, 3: (ADDRESS, V1)}, "4: ACTIVE", "no longer RoCE v2"),
+        ({**BEFORE, 3: ("not an address", V2)}, "4: ACTIVE", "no longer RoCE v2"),
+    ],
+)
 def test_a_port_is_what_was_planned(run_shard: Any, tmp_path: pathlib.Path, table: Table, state: str, told: str | None) -> None:
     found = run_shard.check_hcas([run_shard.Hca("mlx5_0", 1, 3, "10.70.0.5")], plant(tmp_path, table, state))
     assert found == [] if told is None else len(found) == 1 and told in found[0], found
@@ -72,10 +75,20 @@ def test_check_says_what_moved_before_anything_starts(tmp_path: pathlib.Path) ->
     revision = tmp_path / "revision"
     revision.mkdir()
     (revision / "shard.env").write_text("")
-    (revision / "launch.json").write_text(json.dumps({
-        "schema": 1, "replica": "glm", "rank": 0, "nodes": 1, "fingerprint": "f", "paths": {"state_dir": str(tmp_path / "state"), "work_dir": str(tmp_path / "work")},
-        "launches": [{"name": "engine", "path": "/bin/true", "args": [], "env": {}, "secret_env": {}}], "sysfs_root": root,
-        "hcas": [{"name": "mlx5_0", "port": 1, "gid_index": 3, "gid_address": "10.70.0.5"}],
-    }))
+    (revision / "launch.json").write_text(
+        json.dumps(
+            {
+                "schema": 1,
+                "replica": "glm",
+                "rank": 0,
+                "nodes": 1,
+                "fingerprint": "f",
+                "paths": {"state_dir": str(tmp_path / "state"), "work_dir": str(tmp_path / "work")},
+                "launches": [{"name": "engine", "path": "/bin/true", "args": [], "env": {}, "secret_env": {}}],
+                "sysfs_root": root,
+                "hcas": [{"name": "mlx5_0", "port": 1, "gid_index": 3, "gid_address": "10.70.0.5"}],
+            }
+        )
+    )
     done = subprocess.run([sys.executable, str(SCRIPT), str(revision), "--check"], capture_output=True, text=True, timeout=20, check=False)
     assert done.returncode == 1 and "it is at index 4 now" in done.stdout + done.stderr, done

@@ -14,15 +14,20 @@ import stat
 import hardware_trees
 import pytest
 import yaml
-from ansible_collections.rankzero.inference.plugins.module_utils import hcas, network
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from ansible_collections.rankzero.inference.plugins.module_utils import hcas, network
 
 FIXTURES = pathlib.Path(__file__).parent.parent / "fixtures" / "hardware"
 V4_10_11_0_72 = "0000:0000:0000:0000:0000:ffff:0a0b:0048"
 LINK_LOCAL = "fe80:0000:0000:0000:0a00:27ff:fe00:0001"
-PLAIN_GIDS = [[0, LINK_LOCAL, "IB/RoCE v1", "ens1np0"], [1, LINK_LOCAL, "RoCE v2", "ens1np0"],
-              [2, V4_10_11_0_72, "IB/RoCE v1", "ens1np0"], [3, V4_10_11_0_72, "RoCE v2", "ens1np0"]]
+PLAIN_GIDS = [
+    [0, LINK_LOCAL, "IB/RoCE v1", "ens1np0"],
+    [1, LINK_LOCAL, "RoCE v2", "ens1np0"],
+    [2, V4_10_11_0_72, "IB/RoCE v1", "ens1np0"],
+    [3, V4_10_11_0_72, "RoCE v2", "ens1np0"],
+]
 
 
 def fixture(name: str) -> dict:
@@ -48,22 +53,56 @@ def roce_tree(root: pathlib.Path, **values: object) -> hardware_trees.HardwareTr
 
 # ---- a healthy port, whole
 
+
 def test_roce_port_whole(tmp_path):
     port = read(roce_tree(tmp_path))["mlx5_0"]
     assert port.pop("gids")[3] == {
-        "index": 3, "gid": V4_10_11_0_72, "type": "RoCE v2", "netdev": "ens1np0", "address": "10.11.0.72", "network": "10.11.0.0/16", "vlan": None}
+        "index": 3,
+        "gid": V4_10_11_0_72,
+        "type": "RoCE v2",
+        "netdev": "ens1np0",
+        "address": "10.11.0.72",
+        "network": "10.11.0.0/16",
+        "vlan": None,
+    }
     guid = port.pop("node_guid")
     assert port == {
-        "name": "mlx5_0", "port": 1, "pci_bdf": "0000:1b:00.0", "numa_node": 0, "driver": "mlx5_core", "link_layer": "ethernet", "node_type": "ca",
-        "transport": "roce", "state": "active", "phys_state": "link_up", "rate_gbps": 400, "netdevs": ["ens1np0"], "mtu": 9000, "is_vf": False,
-        "uverbs": "uverbs0", "lid": 0, "sm_lid": 0, "sys_image_guid": guid, "fabrics": ["roce:10.11.0.0/16"], "usable": True, "reasons": [], "errors": {}}
+        "name": "mlx5_0",
+        "port": 1,
+        "pci_bdf": "0000:1b:00.0",
+        "numa_node": 0,
+        "driver": "mlx5_core",
+        "link_layer": "ethernet",
+        "node_type": "ca",
+        "transport": "roce",
+        "state": "active",
+        "phys_state": "link_up",
+        "rate_gbps": 400,
+        "netdevs": ["ens1np0"],
+        "mtu": 9000,
+        "is_vf": False,
+        "uverbs": "uverbs0",
+        "lid": 0,
+        "sm_lid": 0,
+        "sys_image_guid": guid,
+        "fabrics": ["roce:10.11.0.0/16"],
+        "usable": True,
+        "reasons": [],
+        "errors": {},
+    }
 
 
 def test_infiniband_port(tmp_path):
     tree = hardware_trees.HardwareTree(tmp_path)
     tree.pci("0000:1c:00.0", driver="mlx5_core")
-    tree.hca("mlx5_0", pci="0000:1c:00.0", link_layer="InfiniBand", lid="0x12", sm_lid="0x1",
-             gids=[[0, "fec0:0000:0000:0007:0c42:a103:0000:0001", "IB/RoCE v1", None]])
+    tree.hca(
+        "mlx5_0",
+        pci="0000:1c:00.0",
+        link_layer="InfiniBand",
+        lid="0x12",
+        sm_lid="0x1",
+        gids=[[0, "fec0:0000:0000:0007:0c42:a103:0000:0001", "IB/RoCE v1", None]],
+    )
     port = read(tree)["mlx5_0"]
     assert (port["transport"], port["lid"], port["sm_lid"]) == ("ib", 18, 1)
     assert port["fabrics"] == ["ib:fec0000000000007"]
@@ -105,8 +144,13 @@ def test_gid_tables(tmp_path, name, empty_slots):
             assert port["usable"], port["reasons"]
             right = case["expect"]["right_gid_index"][host["name"]][hca["dev"]]
             routable = [gid["index"] for gid in port["gids"] if gid["network"] and gid["type"] == "RoCE v2"]
-            fitting = [gid["index"] for gid in port["gids"] if gid["type"] == "RoCE v2" and gid["network"] and (
-                wanted_network is None or ipaddress.ip_network(gid["network"]).subnet_of(ipaddress.ip_network(wanted_network)))]
+            fitting = [
+                gid["index"]
+                for gid in port["gids"]
+                if gid["type"] == "RoCE v2"
+                and gid["network"]
+                and (wanted_network is None or ipaddress.ip_network(gid["network"]).subnet_of(ipaddress.ip_network(wanted_network)))
+            ]
             assert fitting == [right]
             assert set(routable) <= {gid[0] for gid in hca["gids"] if not gid[1].startswith("fe80") and ":a9fe:" not in gid[1]}
         if "ipv4" in case["expect"]:
@@ -181,8 +225,9 @@ def test_bond_of_one_card_that_the_driver_has_not_joined(tmp_path):
     for function in (0, 1):
         bdf = "0000:03:00.%d" % function
         tree.pci(bdf, driver="mlx5_core")
-        tree.hca("mlx5_%d" % function, pci=bdf, netdevs=["ens1f%d" % function], sys_image_guid="66a9:0200:03f3:40cc",
-                 gids=[[3, V4_10_11_0_72, "RoCE v2", "bond0"]])
+        tree.hca(
+            "mlx5_%d" % function, pci=bdf, netdevs=["ens1f%d" % function], sys_image_guid="66a9:0200:03f3:40cc", gids=[[3, V4_10_11_0_72, "RoCE v2", "bond0"]]
+        )
         tree.interface("ens1f%d" % function, pci=bdf, master="bond0")
     tree.interface("bond0", ["10.11.0.72/16"], kind="bond")
     reasons = read(tree)["mlx5_0"]["reasons"]
@@ -231,8 +276,14 @@ def test_two_functions_of_one_card_stay_two(tmp_path):
     for number, hca in enumerate(case["hcas"]):
         tree.pci(hca["pci"], driver="mlx5_core")
         address = "0000:0000:0000:0000:0000:ffff:0a0b:00%02x" % (number + 1)
-        tree.hca(hca["dev"], pci=hca["pci"], node_guid=hca["node_guid"], sys_image_guid=hca["sys_image_guid"], netdevs=["eth%d" % number],
-                 gids=[[3, address, "RoCE v2", "eth%d" % number]])
+        tree.hca(
+            hca["dev"],
+            pci=hca["pci"],
+            node_guid=hca["node_guid"],
+            sys_image_guid=hca["sys_image_guid"],
+            netdevs=["eth%d" % number],
+            gids=[[3, address, "RoCE v2", "eth%d" % number]],
+        )
         tree.interface("eth%d" % number, ["10.11.0.%d/24" % (number + 1)], pci=hca["pci"])
     ports = read(tree)
     assert dict(enumerate(ports)) == case["expect"]["rails"]
@@ -305,16 +356,26 @@ def test_phys_states(tmp_path, text, word):
     assert port["usable"] is (word == "link_up")
 
 
-@pytest.mark.parametrize(("node_type", "layer", "transport"), [
-    ("1: CA", "InfiniBand", "ib"), ("1: CA", "Ethernet", "roce"), ("1: CA", "Unknown", "unknown"), ("4: RNIC", "Ethernet", "iwarp"),
-    ("7: unspecified", "Unknown", "unknown"), ("5: usNIC", "Ethernet", "unknown"), (None, "Ethernet", "roce"), ("2: switch", "InfiniBand", "unknown"),
-])
+@pytest.mark.parametrize(
+    ("node_type", "layer", "transport"),
+    [
+        ("1: CA", "InfiniBand", "ib"),
+        ("1: CA", "Ethernet", "roce"),
+        ("1: CA", "Unknown", "unknown"),
+        ("4: RNIC", "Ethernet", "iwarp"),
+        ("7: unspecified", "Unknown", "unknown"),
+        ("5: usNIC", "Ethernet", "unknown"),
+        (None, "Ethernet", "roce"),
+        ("2: switch", "InfiniBand", "unknown"),
+    ],
+)
 def test_transports(tmp_path, node_type, layer, transport):
     assert read(roce_tree(tmp_path, node_type=node_type, link_layer=layer))["mlx5_0"]["transport"] == transport
     assert set(STRINGS["link_layer"]) == {"InfiniBand", "Ethernet", "Unknown"}
 
 
 # ---- odd devices
+
 
 def test_soft_roce(tmp_path):
     tree = hardware_trees.HardwareTree(tmp_path)
@@ -361,7 +422,9 @@ def test_two_ports_of_one_function(tmp_path):
     interfaces = network.read(str(tree.sysfs), str(tree.network_state))["interfaces"]
     ports = hcas.read(str(tree.sysfs), str(tree.dev), interfaces)
     assert [(port["name"], port["port"], port["netdevs"], port["fabrics"]) for port in ports] == [
-        ("mlx4_0", 1, ["ens1"], ["roce:10.11.0.0/16"]), ("mlx4_0", 2, ["ens1d1"], ["roce:10.12.0.0/16"])]
+        ("mlx4_0", 1, ["ens1"], ["roce:10.11.0.0/16"]),
+        ("mlx4_0", 2, ["ens1d1"], ["roce:10.12.0.0/16"]),
+    ]
 
 
 def test_unknown_prefix_length_is_not_guessed(tmp_path):
@@ -398,7 +461,7 @@ def test_a_device_node_that_exists_and_cannot_be_opened(tmp_path):
     node = tree.dev / "infiniband" / "uverbs0"
     node.unlink()
     try:
-        os.mknod(node, 0o600 | stat.S_IFCHR, os.makedev(231, 250))      # a number that no driver has taken
+        os.mknod(node, 0o600 | stat.S_IFCHR, os.makedev(231, 250))  # a number that no driver has taken
     except PermissionError:
         node.touch(mode=0o000)
     port = read(tree)["mlx5_0"]
@@ -407,8 +470,11 @@ def test_a_device_node_that_exists_and_cannot_be_opened(tmp_path):
 
 
 def test_only_link_local_or_only_v1_is_not_usable(tmp_path):
-    gids = [[0, LINK_LOCAL, "RoCE v2", "ens1np0"], [1, "0000:0000:0000:0000:0000:ffff:a9fe:0a01", "RoCE v2", "ens1np0"],
-            [2, V4_10_11_0_72, "IB/RoCE v1", "ens1np0"]]
+    gids = [
+        [0, LINK_LOCAL, "RoCE v2", "ens1np0"],
+        [1, "0000:0000:0000:0000:0000:ffff:a9fe:0a01", "RoCE v2", "ens1np0"],
+        [2, V4_10_11_0_72, "IB/RoCE v1", "ens1np0"],
+    ]
     port = read(roce_tree(tmp_path, gids=gids))["mlx5_0"]
     assert port["fabrics"] == [] and "no RoCE v2 GID" in port["reasons"][0]
 
@@ -440,8 +506,9 @@ def test_missing_file_is_a_reason_not_a_guess(tmp_path, missing):
 
 # ---- damage
 
-CONTENT = st.one_of(st.binary(max_size=80), st.sampled_from([b"", b"\x00" * 40, b"4:", b": ACTIVE", b"\xff\xfe", b"9" * 70, b"0x", b"-1\n",
-                                                             b"4: \x1b[31mACTIVE\n"]))
+CONTENT = st.one_of(
+    st.binary(max_size=80), st.sampled_from([b"", b"\x00" * 40, b"4:", b": ACTIVE", b"\xff\xfe", b"9" * 70, b"0x", b"-1\n", b"4: \x1b[31mACTIVE\n"])
+)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -467,7 +534,7 @@ def test_damaged_trees_give_reasons_not_tracebacks(tmp_path_factory, data):
 def damage(path: pathlib.Path, how: str, content: bytes) -> None:
     if how in ("write", "truncate"):
         if path.is_file():
-            path.write_bytes(content if how == "write" else path.read_bytes()[:len(content)])
+            path.write_bytes(content if how == "write" else path.read_bytes()[: len(content)])
         return
     path.unlink()
     if how == "directory":

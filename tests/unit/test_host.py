@@ -11,19 +11,23 @@ import sys
 
 import hardware_trees
 import pytest
+
 from ansible_collections.rankzero.inference.plugins.module_utils import host
 
 
-@pytest.mark.parametrize(("booted", "first", "root", "supervisord", "manager", "word"), [
-    (True, "systemd", True, None, "systemd", None),
-    (True, "systemd", True, "/usr/bin/supervisord", "systemd", None),
-    (True, "systemd", False, "/usr/bin/supervisord", "supervisor", None),       # only root can install a unit
-    (True, "systemd", False, None, None, "become root"),
-    (True, "tini", True, None, None, "process 1 is tini"),                      # the host's /run in a container
-    (False, "systemd", True, None, None, "no supervisord"),
-    (False, "bash", False, "/venv/bin/supervisord", "supervisor", None),
-    (False, None, True, None, None, "not visible"),
-])
+@pytest.mark.parametrize(
+    ("booted", "first", "root", "supervisord", "manager", "word"),
+    [
+        (True, "systemd", True, None, "systemd", None),
+        (True, "systemd", True, "/usr/bin/supervisord", "systemd", None),
+        (True, "systemd", False, "/usr/bin/supervisord", "supervisor", None),  # only root can install a unit
+        (True, "systemd", False, None, None, "become root"),
+        (True, "tini", True, None, None, "process 1 is tini"),  # the host's /run in a container
+        (False, "systemd", True, None, None, "no supervisord"),
+        (False, "bash", False, "/venv/bin/supervisord", "supervisor", None),
+        (False, None, True, None, None, "not visible"),
+    ],
+)
 def test_service_manager(booted, first, root, supervisord, manager, word):
     found, reason = host.service_manager(booted, first, root, supervisord)
     assert found == manager
@@ -46,12 +50,15 @@ def test_supervisord_beside_the_python_comes_first(tmp_path, monkeypatch):
     assert host.find_supervisord(str(beside / "python3")) is None
 
 
-@pytest.mark.parametrize(("content", "found"), [
-    (b'NAME="Ubuntu"\nVERSION_ID="24.04"\nID=ubuntu\nID_LIKE=debian\n', {"id": "ubuntu", "version": "24.04"}),
-    (b"ID='arch'\n", {"id": "arch", "version": None}),
-    (b"", {"id": None, "version": None}),
-    (b"\xff\xfeID=x\n\x00", {"id": None, "version": None}),
-])
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (b'NAME="Ubuntu"\nVERSION_ID="24.04"\nID=ubuntu\nID_LIKE=debian\n', {"id": "ubuntu", "version": "24.04"}),
+        (b"ID='arch'\n", {"id": "arch", "version": None}),
+        (b"", {"id": None, "version": None}),
+        (b"\xff\xfeID=x\n\x00", {"id": None, "version": None}),
+    ],
+)
 def test_operating_system(content, found):
     assert host.operating_system(content) == found
 

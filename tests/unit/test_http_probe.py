@@ -61,6 +61,7 @@ def answering(raw: bytes, seen: list[bytes] | None = None) -> Handler:
         if seen is not None:
             seen.append(request)
         connection.sendall(raw)
+
     return handler
 
 
@@ -216,9 +217,17 @@ def test_an_answer_without_end_is_cut_off(handler: Handler) -> None:
     assert answer["message"]
 
 
-@pytest.mark.parametrize("raw", [
-    b"SSH-2.0-OpenSSH_9.2\r\n", b"\x00\xff" * 300, b"", b"HTTP/1.1 banana OK\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 50\r\n\r\nshort", b"\r\n\r\n\r\n",
-])
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"SSH-2.0-OpenSSH_9.2\r\n",
+        b"\x00\xff" * 300,
+        b"",
+        b"HTTP/1.1 banana OK\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 50\r\n\r\nshort",
+        b"\r\n\r\n\r\n",
+    ],
+)
 def test_what_is_no_http_is_no_answer(raw: bytes) -> None:
     with server(answering(raw)) as url:
         answer = http_probe.request(url, "/health", timeout=5)

@@ -11,9 +11,10 @@ import subprocess
 from typing import Any
 
 import pytest
-from ansible_collections.rankzero.inference.plugins.module_utils import imex
 from hypothesis import given
 from hypothesis import strategies as st
+
+from ansible_collections.rankzero.inference.plugins.module_utils import imex
 
 
 def run_command(arguments: list[str]) -> tuple[int, str, str]:
@@ -25,8 +26,10 @@ def answer(status: str, *nodes: tuple[str, str, str], broken: tuple[tuple[int, i
     """What `nvidia-imex-ctl -N -j` prints; nodes are (host, status, version), `broken` the connections that are down."""
     members = {}
     for index, (host, node_status, version) in enumerate(nodes):
-        connections = {str(other): {"host": nodes[other][0], "status": "DISCONNECTED" if (index, other) in broken else "CONNECTED", "changed": True}
-                       for other in range(len(nodes))}
+        connections = {
+            str(other): {"host": nodes[other][0], "status": "DISCONNECTED" if (index, other) in broken else "CONNECTED", "changed": True}
+            for other in range(len(nodes))
+        }
         members[str(index)] = {"status": node_status, "host": host, "connections": connections, "changed": True, "version": version, "hostName": ""}
     return json.dumps({"nodes": members, "timestamp": "5/22/2025 19:46:40.891", "status": status})
 
@@ -80,14 +83,23 @@ def test_domain_up(host: Host) -> None:
         host.file(f"dev/nvidia-caps-imex-channels/{name}")
     seen = host.read()
     assert (seen["service"], seen["channels"], seen["nodes"], seen["errors"]) == ("running", [0, 3, 12], ["10.0.0.1", "10.0.0.2"], {})
-    assert seen["domain"] == {"status": "up", "ready": True, "versions": ["580.95.05"], "nodes": [
-        {"host": host_name, "name": None, "status": "ready", "version": "580.95.05", "unconnected": []} for host_name in ("10.0.0.1", "10.0.0.2")]}
+    assert seen["domain"] == {
+        "status": "up",
+        "ready": True,
+        "versions": ["580.95.05"],
+        "nodes": [{"host": host_name, "name": None, "status": "ready", "version": "580.95.05", "unconnected": []} for host_name in ("10.0.0.1", "10.0.0.2")],
+    }
 
 
 @pytest.mark.parametrize(
     ("script", "reason"),
-    [("echo 'cannot reach\nthe daemon' >&2; exit 1", "ended with 1: cannot reach the daemon"), ("echo READY", "not JSON"), ("echo '{}'", "no status"),
-     ("exit 0", "not JSON"), ("echo '[]'", "no status")],
+    [
+        ("echo 'cannot reach\nthe daemon' >&2; exit 1", "ended with 1: cannot reach the daemon"),
+        ("echo READY", "not JSON"),
+        ("echo '{}'", "no status"),
+        ("exit 0", "not JSON"),
+        ("echo '[]'", "no status"),
+    ],
 )
 def test_a_daemon_that_does_not_answer(host: Host, script: str, reason: str) -> None:
     host.running(script + "\n")
@@ -140,8 +152,14 @@ def test_nodes_are_in_the_order_of_their_numbers() -> None:
     assert [node["host"] for node in imex.parse_domain(json.dumps({"status": "UP", "nodes": nodes}))["nodes"]] == ["h1", "h2", "h10"]
 
 
-_JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=5), lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
-    st.sampled_from(["status", "nodes", "0", "host", "version", "connections", "hostName"]), inner, max_size=4), max_leaves=12)
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["status", "nodes", "0", "host", "version", "connections", "hostName"]), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
 
 
 @given(_JSON)

@@ -11,9 +11,10 @@ import resource
 import hardware_trees
 import pytest
 import yaml
-from ansible_collections.rankzero.inference.plugins.module_utils import limits
 from hypothesis import given
 from hypothesis import strategies as st
+
+from ansible_collections.rankzero.inference.plugins.module_utils import limits
 
 FIXTURES = pathlib.Path(__file__).parent.parent / "fixtures" / "hardware"
 CASES = yaml.safe_load((FIXTURES / "limits_kho_cma.yaml").read_text(encoding="utf-8"))["cases"]
@@ -73,8 +74,9 @@ def test_the_hard_limit_counts(tmp_path):
 
 
 def test_rows_of_limits():
-    table = limits.parse_limits("Max open files            1024                 524288               files     \n"
-                                "Max cpu time   unlimited unlimited seconds\nnoise\n")
+    table = limits.parse_limits(
+        "Max open files            1024                 524288               files     \nMax cpu time   unlimited unlimited seconds\nnoise\n"
+    )
     assert table == {"Max open files": (1024, 524288), "Max cpu time": ("unlimited", "unlimited")}
 
 
@@ -96,18 +98,25 @@ def test_damaged_port_range(tmp_path, text):
 
 # ---- nccl.conf
 
-@pytest.mark.parametrize(("line", "found"), [
-    ("NCCL_DEBUG=WARN", {"NCCL_DEBUG": "WARN"}),
-    ("NCCL_SOCKET_IFNAME==ens1f0", {"NCCL_SOCKET_IFNAME": "=ens1f0"}),          # cut at the first =
-    ("NCCL_IB_HCA=mlx5_0 # fast", {"NCCL_IB_HCA": "mlx5_0 # fast"}),            # no inline comments
-    (" NCCL_DEBUG = INFO", {" NCCL_DEBUG ": " INFO"}),                          # nothing is trimmed, so this sets nothing that NCCL reads
-    ('NCCL_DEBUG="INFO"', {"NCCL_DEBUG": '"INFO"'}),                            # quotes are part of the value
-    ("#NCCL_DEBUG=INFO", {}), ("NCCL_DEBUG", {}), ("=x", {}), ("", {}),
-    ("NCCL_DEBUG=WARN\r", {"NCCL_DEBUG": "WARN"}),
-    ("NCCL_DEBUG=WARN\nNCCL_DEBUG=INFO", {"NCCL_DEBUG": "WARN"}),               # set without overwriting: the first wins
-    ("LD_PRELOAD=/tmp/x.so", {"LD_PRELOAD": "/tmp/x.so"}),                      # any variable, not only NCCL's
-    ("NCCL_NET=", {"NCCL_NET": ""}),
-])
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("NCCL_DEBUG=WARN", {"NCCL_DEBUG": "WARN"}),
+        ("NCCL_SOCKET_IFNAME==ens1f0", {"NCCL_SOCKET_IFNAME": "=ens1f0"}),  # cut at the first =
+        ("NCCL_IB_HCA=mlx5_0 # fast", {"NCCL_IB_HCA": "mlx5_0 # fast"}),  # no inline comments
+        (" NCCL_DEBUG = INFO", {" NCCL_DEBUG ": " INFO"}),  # nothing is trimmed, so this sets nothing that NCCL reads
+        ('NCCL_DEBUG="INFO"', {"NCCL_DEBUG": '"INFO"'}),  # quotes are part of the value
+        ("#NCCL_DEBUG=INFO", {}),
+        ("NCCL_DEBUG", {}),
+        ("=x", {}),
+        ("", {}),
+        ("NCCL_DEBUG=WARN\r", {"NCCL_DEBUG": "WARN"}),
+        ("NCCL_DEBUG=WARN\nNCCL_DEBUG=INFO", {"NCCL_DEBUG": "WARN"}),  # set without overwriting: the first wins
+        ("LD_PRELOAD=/tmp/x.so", {"LD_PRELOAD": "/tmp/x.so"}),  # any variable, not only NCCL's
+        ("NCCL_NET=", {"NCCL_NET": ""}),
+    ],
+)
 def test_nccl_conf_lines(line, found):
     assert limits.parse_nccl_conf(line) == found
 
@@ -127,7 +136,9 @@ def test_nccl_conf_files_that_count(tmp_path):
     system = tmp_path / "nccl.conf"
     system.write_text("NCCL_DEBUG=WARN\n", encoding="utf-8")
     assert read(tree, nccl_conf=str(system))["nccl_conf"] == {
-        str(system): {"NCCL_DEBUG": "WARN"}, str(home / ".nccl.conf"): {"NCCL_IB_PKEY": "1", "HF_TOKEN": "(hidden)"}}
+        str(system): {"NCCL_DEBUG": "WARN"},
+        str(home / ".nccl.conf"): {"NCCL_IB_PKEY": "1", "HF_TOKEN": "(hidden)"},
+    }
 
 
 # ---- GPUDirect
@@ -136,8 +147,10 @@ OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Rele
 CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.230.02"
 
 
-@pytest.mark.parametrize(("driver", "kernel", "dmabuf"), [(OPEN, "6.8.0-45-generic", True), (OPEN, "5.4.0", False), (CLOSED, "6.8.0", False),
-        (None, "6.8.0", None), (OPEN, "", None)])
+@pytest.mark.parametrize(
+    ("driver", "kernel", "dmabuf"),
+    [(OPEN, "6.8.0-45-generic", True), (OPEN, "5.4.0", False), (CLOSED, "6.8.0", False), (None, "6.8.0", None), (OPEN, "", None)],
+)
 def test_dmabuf(tmp_path, driver, kernel, dmabuf):
     tree = hardware_trees.HardwareTree(tmp_path)
     if driver:

@@ -105,8 +105,11 @@ def test_retries_count_only_when_nothing_else_tells() -> None:
 
 
 def test_unknown_error_of_a_program_is_shown_without_a_cause() -> None:
-    lines = ["Traceback (most recent call last):", "my.package.StrangeError: the frobnicator is loose",
-             "vllm.v1.engine.exceptions.EngineDeadError: EngineCore died"]
+    lines = [
+        "Traceback (most recent call last):",
+        "my.package.StrangeError: the frobnicator is loose",
+        "vllm.v1.engine.exceptions.EngineDeadError: EngineCore died",
+    ]
     assert log_signatures.first_telling(lines) == {"line": lines[1], "cause": None, "hint": None}
     assert log_signatures.first_telling(lines[2:]) is None
     assert log_signatures.first_telling(lines, own_errors=False) is None
@@ -118,10 +121,19 @@ def test_only_gpu_lines_count_for_a_program_that_goes_on() -> None:
     assert found["line"] == lines[1]
 
 
-@pytest.mark.parametrize(("code", "signal", "part"), [
-    (None, "SIGILL", "another CPU"), (132, None, "another CPU"), (-4, None, "another CPU"), (137, None, "SIGKILL"), (134, None, "SIGABRT"),
-    (0, None, "exit code 0"), (127, None, "not found"), (None, "SIGXCPU", "SIGXCPU"),
-])
+@pytest.mark.parametrize(
+    ("code", "signal", "part"),
+    [
+        (None, "SIGILL", "another CPU"),
+        (132, None, "another CPU"),
+        (-4, None, "another CPU"),
+        (137, None, "SIGKILL"),
+        (134, None, "SIGABRT"),
+        (0, None, "exit code 0"),
+        (127, None, "not found"),
+        (None, "SIGXCPU", "SIGXCPU"),
+    ],
+)
 def test_ends(code: int | None, signal: str | None, part: str) -> None:
     assert part in log_signatures.cause_of_end(code, signal)["cause"]
 
@@ -131,10 +143,17 @@ def test_an_ordinary_exit_code_tells_nothing() -> None:
     assert log_signatures.cause_of_end(None, None) is None
 
 
-@pytest.mark.parametrize(("raw", "shown"), [
-    ("\x1b[31mred\x1b[0m", "red"), ("a\x00b\x07c", "a b c"), ("\x1b]0;title\x07text", "text"), ("safe\u202eevil", "safe evil"), ("x\u2028y", "x y"),
-    ("key=hunter22!", "key=********!"),
-])
+@pytest.mark.parametrize(
+    ("raw", "shown"),
+    [
+        ("\x1b[31mred\x1b[0m", "red"),
+        ("a\x00b\x07c", "a b c"),
+        ("\x1b]0;title\x07text", "text"),
+        ("safe\u202eevil", "safe evil"),
+        ("x\u2028y", "x y"),
+        ("key=hunter22!", "key=********!"),
+    ],
+)
 def test_cleaning(raw: str, shown: str) -> None:
     assert log_signatures.clean(raw, ["hunter22"]) == shown
 
@@ -171,8 +190,11 @@ def test_secrets_never_survive(secret: str, before: str, after: str) -> None:
 
 def test_the_supervisors_own_normal_lines_are_no_cause() -> None:
     """Waiting for a rank that is not up yet is normal; what the engine says about its model is not."""
-    lines = ["run_shard: launch llama-server waits for rank 1 at 127.0.0.2:29500 since 2026-11-29T15:02:43Z (Connection refused)",
-             "0.00.1 E llama_model_load: error loading model: tensor 'x' data is not within the file bounds", "srv load_model: failed to load model '/models/broken.gguf'"]
+    lines = [
+        "run_shard: launch llama-server waits for rank 1 at 127.0.0.2:29500 since 2026-11-29T15:02:43Z (Connection refused)",
+        "0.00.1 E llama_model_load: error loading model: tensor 'x' data is not within the file bounds",
+        "srv load_model: failed to load model '/models/broken.gguf'",
+    ]
     assert "damaged" in log_signatures.first_telling(lines)["cause"]
     assert log_signatures.first_telling(lines[:1]) is None
     assert "could not load" in log_signatures.first_telling([lines[0], lines[2]])["cause"]

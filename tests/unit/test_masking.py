@@ -11,10 +11,11 @@ import shlex
 from urllib.parse import quote
 
 import pytest
-from ansible_collections.rankzero.inference.plugins.module_utils import masking
-from ansible_collections.rankzero.inference.plugins.module_utils.log_signatures import mask
 from hypothesis import given
 from hypothesis import strategies as st
+
+from ansible_collections.rankzero.inference.plugins.module_utils import masking
+from ansible_collections.rankzero.inference.plugins.module_utils.log_signatures import mask
 
 KEYS = st.text(st.characters(min_codepoint=33, max_codepoint=126, exclude_characters="*"), min_size=6, max_size=24)
 
@@ -32,17 +33,38 @@ def test_an_ordinary_key_hides_nothing_but_itself() -> None:
     assert masking.spellings("abc") == set(), "masking so short a text would destroy the log"
 
 
-@pytest.mark.parametrize(("name", "telling"), [
-    ("HF_TOKEN", True), ("AWS_SECRET_ACCESS_KEY", True), ("DB_PASSWORD", True), ("VLLM_API_KEY", True), ("--api-key", True), ("--hf-token", True), ("TOKEN", True),
-    ("--max-tokens", False), ("MAX_NUM_TOKENS", False), ("--ssl-key-file", False), ("TOKENIZERS_PARALLELISM", False), ("--tokenizer", False), ("KEYBOARD", False),
-])
+@pytest.mark.parametrize(
+    ("name", "telling"),
+    [
+        ("HF_TOKEN", True),
+        ("AWS_SECRET_ACCESS_KEY", True),
+        ("DB_PASSWORD", True),
+        ("VLLM_API_KEY", True),
+        ("--api-key", True),
+        ("--hf-token", True),
+        ("TOKEN", True),
+        ("--max-tokens", False),
+        ("MAX_NUM_TOKENS", False),
+        ("--ssl-key-file", False),
+        ("TOKENIZERS_PARALLELISM", False),
+        ("--tokenizer", False),
+        ("KEYBOARD", False),
+    ],
+)
 def test_names_that_tell_of_a_secret(name: str, telling: bool) -> None:
     assert masking.is_telling(name) is telling
 
 
 def test_values_under_telling_names_are_masked_wherever_they_stand() -> None:
-    launch = {"launches": [{"args": ["--hf-token", "hf_12345", "--api-key=sk-98765", "--token", "--verbose", "about hf_12345"], "env": {"HF_TOKEN": "hf_abcde", "PATH": "/hf_abcde/bin"}}],
-              "profile": {"env": {"SERVICE_PASSWORD": "pw0rdpw0rd"}}}
+    launch = {
+        "launches": [
+            {
+                "args": ["--hf-token", "hf_12345", "--api-key=sk-98765", "--token", "--verbose", "about hf_12345"],
+                "env": {"HF_TOKEN": "hf_abcde", "PATH": "/hf_abcde/bin"},
+            }
+        ],
+        "profile": {"env": {"SERVICE_PASSWORD": "pw0rdpw0rd"}},
+    }
     shown = json.dumps(masking.masked(launch, ["/hf"]))
     for secret in ("hf_12345", "sk-98765", "hf_abcde", "pw0rdpw0rd"):
         assert secret not in shown

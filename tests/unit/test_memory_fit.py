@@ -26,11 +26,19 @@ def test_the_whole_bound() -> None:
     assert need.text() == "92160 MiB (weights 71680, KV cache 20480 for one sequence of 131072 tokens)"
 
 
-@pytest.mark.parametrize("config", [
-    {}, {**LLAMA_70B, "kv_lora_rank": 512}, {**LLAMA_70B, "sliding_window": 4096}, {**LLAMA_70B, "layer_types": ["full_attention", "linear_attention"]},
-    {"num_hidden_layers": "80", "num_attention_heads": 64}, {"num_hidden_layers": True, "num_attention_heads": 64}, {"num_hidden_layers": 80, "num_attention_heads": 0},
-    {"num_hidden_layers": 80, "num_attention_heads": 64, "hidden_size": None},
-])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {**LLAMA_70B, "kv_lora_rank": 512},
+        {**LLAMA_70B, "sliding_window": 4096},
+        {**LLAMA_70B, "layer_types": ["full_attention", "linear_attention"]},
+        {"num_hidden_layers": "80", "num_attention_heads": 64},
+        {"num_hidden_layers": True, "num_attention_heads": 64},
+        {"num_hidden_layers": 80, "num_attention_heads": 0},
+        {"num_hidden_layers": 80, "num_attention_heads": 64, "hidden_size": None},
+    ],
+)
 def test_what_is_not_known_is_left_out(config: dict) -> None:
     need = memory_fit.need(GIB, config, share=1.0, tp=1, pp=1, length=1000, cache_bytes=2.0)
     assert (need.weights, need.cache, need.length) == (1024, 0, None)
@@ -40,6 +48,8 @@ def test_a_window_that_is_switched_off_is_plain() -> None:
     assert memory_fit.is_plain_attention({**LLAMA_70B, "sliding_window": 4096, "use_sliding_window": False})
 
 
-@pytest.mark.parametrize(("text", "length"), [("32768", 32768), ("32k", 32000), ("32K", 32768), ("1.5k", 1500), ("auto", None), ("0", None), ("", None), ("-1", None), ("8kk", None)])
+@pytest.mark.parametrize(
+    ("text", "length"), [("32768", 32768), ("32k", 32000), ("32K", 32768), ("1.5k", 1500), ("auto", None), ("0", None), ("", None), ("-1", None), ("8kk", None)]
+)
 def test_lengths_as_the_engines_read_them(text: str, length: int | None) -> None:
     assert memory_fit.parse_length(text) == length

@@ -14,13 +14,22 @@ import time
 
 import pytest
 import tiny_models
-from ansible_collections.rankzero.inference.plugins.module_utils import models
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ansible_collections.rankzero.inference.plugins.module_utils import models
+
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 2,
-    "hidden_size": 4096, "head_dim": 128, "torch_dtype": "bfloat16", "max_position_embeddings": 8192, "vocab_size": 128256,
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 2,
+    "hidden_size": 4096,
+    "head_dim": 128,
+    "torch_dtype": "bfloat16",
+    "max_position_embeddings": 8192,
+    "vocab_size": 128256,
 }
 
 
@@ -38,23 +47,37 @@ def model(folder: pathlib.Path, files: dict[str, int], config: dict | None = Non
 
 # ---- sizes and configuration
 
+
 def test_hugging_face_directory(tmp_path):
-    path = model(tmp_path / "glm", {"model-00001-of-00002.safetensors": 700, "model-00002-of-00002.safetensors": 300, "tokenizer.json": 50, ".git/x": 9,
-                                    "original/w.pth": 99}, CONFIG)
+    path = model(
+        tmp_path / "glm",
+        {"model-00001-of-00002.safetensors": 700, "model-00002-of-00002.safetensors": 300, "tokenizer.json": 50, ".git/x": 9, "original/w.pth": 99},
+        CONFIG,
+    )
     found = models.describe(path)
     size = os.path.getsize(tmp_path / "glm" / "config.json")
     assert found == {
-        "exists": True, "readable": True, "kind": "directory", "bytes": 1149 + size, "weight_bytes": 1000, "files": 5, "error": None,
-        "config": {key: value for key, value in CONFIG.items() if key != "vocab_size"}}
+        "exists": True,
+        "readable": True,
+        "kind": "directory",
+        "bytes": 1149 + size,
+        "weight_bytes": 1000,
+        "files": 5,
+        "error": None,
+        "config": {key: value for key, value in CONFIG.items() if key != "vocab_size"},
+    }
 
 
-@pytest.mark.parametrize(("files", "weights"), [
-    ({"model.safetensors": 10, "pytorch_model.bin": 40}, 10),                                   # engines take one format
-    ({"pytorch_model-1.bin": 40, "training_args.bin": 5, "optimizer.bin": 80}, 40),
-    ({"model.safetensors": 10, "consolidated.safetensors": 10}, 10),                            # the same weights twice
-    ({"consolidated-00001.safetensors": 10, "consolidated-00002.safetensors": 10}, 20),
-    ({"m-00001-of-00002.gguf": 7, "m-00002-of-00002.gguf": 8}, 15),
-])
+@pytest.mark.parametrize(
+    ("files", "weights"),
+    [
+        ({"model.safetensors": 10, "pytorch_model.bin": 40}, 10),  # engines take one format
+        ({"pytorch_model-1.bin": 40, "training_args.bin": 5, "optimizer.bin": 80}, 40),
+        ({"model.safetensors": 10, "consolidated.safetensors": 10}, 10),  # the same weights twice
+        ({"consolidated-00001.safetensors": 10, "consolidated-00002.safetensors": 10}, 20),
+        ({"m-00001-of-00002.gguf": 7, "m-00002-of-00002.gguf": 8}, 15),
+    ],
+)
 def test_weights_that_an_engine_loads(tmp_path, files, weights):
     assert models.describe(model(tmp_path / "m", files, CONFIG))["weight_bytes"] == weights
 
@@ -87,12 +110,25 @@ def test_model_cache_with_links_to_blobs(tmp_path):
 
 
 def test_multimodal_config_and_quantization(tmp_path):
-    config = {"architectures": ["X"], "text_config": {"num_attention_heads": 16, "dtype": "float16"},
-              "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "modules_to_not_convert": ["a"] * 500,
-                                      "config_groups": {"a": {}}}}
+    config = {
+        "architectures": ["X"],
+        "text_config": {"num_attention_heads": 16, "dtype": "float16"},
+        "quantization_config": {
+            "quant_method": "gptq",
+            "bits": 4,
+            "group_size": 128,
+            "desc_act": False,
+            "modules_to_not_convert": ["a"] * 500,
+            "config_groups": {"a": {}},
+        },
+    }
     found = models.describe(model(tmp_path / "m", {"model.safetensors": 1}, config))["config"]
-    assert found == {"architectures": ["X"], "num_attention_heads": 16, "dtype": "float16",
-                     "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}}
+    assert found == {
+        "architectures": ["X"],
+        "num_attention_heads": 16,
+        "dtype": "float16",
+        "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False},
+    }
 
 
 @pytest.mark.parametrize(("algorithm", "method"), [("FP8", "modelopt"), ("NVFP4", "modelopt_fp4"), ("MIXED_PRECISION", "modelopt_mixed")])
@@ -124,8 +160,15 @@ def test_damaged_config_is_said(tmp_path, content):
 
 def test_paths_that_are_no_model(tmp_path):
     assert models.describe(str(tmp_path / "none")) == {
-        "exists": False, "readable": False, "kind": None, "bytes": None, "weight_bytes": None, "files": None, "config": None,
-        "error": "%s cannot be read: No such file or directory" % (tmp_path / "none")}
+        "exists": False,
+        "readable": False,
+        "kind": None,
+        "bytes": None,
+        "weight_bytes": None,
+        "files": None,
+        "config": None,
+        "error": "%s cannot be read: No such file or directory" % (tmp_path / "none"),
+    }
     os.mkfifo(tmp_path / "fifo")
     assert "neither a file nor a directory" in models.describe(str(tmp_path / "fifo"))["error"]
     assert models.describe("\0")["error"]
@@ -167,6 +210,7 @@ def test_a_group_counts_for_a_user_who_exists(public_path):
     os.chmod(weights, 0o640)
     import grp
     import pwd
+
     os.chown(weights, 0, pwd.getpwnam("nobody").pw_gid)
     assert models.describe(path, "nobody")["readable"] is True
     os.chown(weights, 0, grp.getgrnam("root").gr_gid)
@@ -174,6 +218,7 @@ def test_a_group_counts_for_a_user_who_exists(public_path):
 
 
 # ---- GGUF
+
 
 def test_gguf_of_a_real_writer(tmp_path):
     path = tmp_path / "tiny.gguf"
@@ -222,8 +267,13 @@ def test_gguf_fields_after_the_tokenizer_and_heads_by_layer(tmp_path):
     heads = array("qwen2.attention.head_count", 4, [struct.pack("<I", 14)] * 24)
     uneven = array("qwen2.attention.head_count_kv", 4, [struct.pack("<I", 2 + index % 2) for index in range(24)])
     found = header(tmp_path, gguf([ARCHITECTURE, heads, uneven, number("qwen2.block_count", 24), tokens, scores, number("general.file_type", 7)]))
-    assert found["config"] == {"architectures": ["qwen2"], "num_attention_heads": 14, "num_hidden_layers": 24, "file_type": 7,
-                               "quantization_config": {"quant_method": "gguf"}}
+    assert found["config"] == {
+        "architectures": ["qwen2"],
+        "num_attention_heads": 14,
+        "num_hidden_layers": 24,
+        "file_type": 7,
+        "quantization_config": {"quant_method": "gguf"},
+    }
     assert found["error"] is None
 
 
@@ -237,13 +287,26 @@ def test_gguf_in_parts(tmp_path):
     assert "part 3 of 3 is missing" in models.describe(path)["error"]
 
 
-@pytest.mark.parametrize("content", [
-    b"", b"GGUF", b"PK\x03\x04" + bytes(40), gguf([ARCHITECTURE], version=1), gguf([ARCHITECTURE], version=0x03000000), gguf([], count=2 ** 63),
-    gguf([ARCHITECTURE], count=50), gguf([struct.pack("<Q", 2 ** 62) + b"x"]), gguf([entry("general.architecture", 8, struct.pack("<Q", 2 ** 40))]),
-    gguf([entry("a", 9, struct.pack("<IQ", 8, 2 ** 50))]), gguf([entry("a", 9, struct.pack("<IQ", 8, 2 ** 24))]), gguf([entry("a", 9, struct.pack("<IQ", 9,
-            1))]),
-    gguf([number("qwen2.block_count", 2)]), gguf([entry("a", 99, b"")]), gguf([entry("a", 9, struct.pack("<IQ", 10, 2 ** 61))]),
-])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"GGUF",
+        b"PK\x03\x04" + bytes(40),
+        gguf([ARCHITECTURE], version=1),
+        gguf([ARCHITECTURE], version=0x03000000),
+        gguf([], count=2**63),
+        gguf([ARCHITECTURE], count=50),
+        gguf([struct.pack("<Q", 2**62) + b"x"]),
+        gguf([entry("general.architecture", 8, struct.pack("<Q", 2**40))]),
+        gguf([entry("a", 9, struct.pack("<IQ", 8, 2**50))]),
+        gguf([entry("a", 9, struct.pack("<IQ", 8, 2**24))]),
+        gguf([entry("a", 9, struct.pack("<IQ", 9, 1))]),
+        gguf([number("qwen2.block_count", 2)]),
+        gguf([entry("a", 99, b"")]),
+        gguf([entry("a", 9, struct.pack("<IQ", 10, 2**61))]),
+    ],
+)
 def test_hostile_gguf_headers_are_refused_quickly(tmp_path, content):
     began = time.monotonic()
     found = header(tmp_path, content)
@@ -254,7 +317,7 @@ def test_hostile_gguf_headers_are_refused_quickly(tmp_path, content):
 def test_a_huge_array_that_is_really_there_is_refused_quickly(tmp_path):
     """Eight million empty texts in a sparse file: walking over them would take the host many seconds."""
     path = tmp_path / "m.gguf"
-    path.write_bytes(gguf([ARCHITECTURE, entry("tokenizer.ggml.tokens", 9, struct.pack("<IQ", 8, 2 ** 23))]))
+    path.write_bytes(gguf([ARCHITECTURE, entry("tokenizer.ggml.tokens", 9, struct.pack("<IQ", 8, 2**23))]))
     os.truncate(path, 100 * 1024 * 1024)
     found = models.describe(str(path))
     assert "claims an array of 8388608 items" in found["error"]
@@ -264,7 +327,7 @@ def test_a_huge_array_that_is_really_there_is_refused_quickly(tmp_path):
 @given(data=st.data())
 def test_damaged_gguf_headers(tmp_path, data):
     whole = gguf([ARCHITECTURE, number("qwen2.block_count", 24), array("qwen2.x", 4, [struct.pack("<I", 1)] * 3), number("general.file_type", 7)])
-    damaged = bytearray(whole[:data.draw(st.integers(0, len(whole)))])
+    damaged = bytearray(whole[: data.draw(st.integers(0, len(whole)))])
     for position in data.draw(st.lists(st.integers(0, max(len(damaged) - 1, 0)), max_size=4)):
         if damaged:
             damaged[position] = data.draw(st.integers(0, 255))

@@ -10,10 +10,11 @@ from typing import Any
 
 import nccl_model
 import pytest
-from ansible_collections.rankzero.inference.plugins.plugin_utils import environment_names, nccl
-from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from ansible_collections.rankzero.inference.plugins.plugin_utils import environment_names, nccl
+from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings
 
 INTERFACES = (
     {"name": "lo", "up": True, "carrier": True, "addresses": ["127.0.0.1/8", "::1/128"]},

@@ -16,9 +16,10 @@ import time
 import hardware_trees
 import pytest
 import yaml
-from ansible_collections.rankzero.inference.plugins.module_utils import network
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from ansible_collections.rankzero.inference.plugins.module_utils import network
 
 FIXTURES = pathlib.Path(__file__).parent.parent / "fixtures" / "hardware"
 
@@ -33,6 +34,7 @@ def read(tree: hardware_trees.HardwareTree, resolved: list[str] | None = None) -
 
 
 # ---- the real kernel
+
 
 def ip(*arguments: str) -> list:
     return json.loads(subprocess.run(["ip", "-j", *arguments], check=True, capture_output=True, text=True).stdout or "[]")
@@ -82,6 +84,7 @@ state = {"links": ip("-d", "link"), "addresses": ip("addr"), "routes": ip("route
 print(json.dumps([network.from_kernel(), network.from_ip_json(state), network.read("/sys")]))
 """
     import sys
+
     collections = str(pathlib.Path(__file__).parent.parent.parent / ".collections")
     done = subprocess.run(["unshare", "-n", "sh", "-c", script, "sh", sys.executable, "-c", program, collections], capture_output=True, text=True, check=False)
     if done.returncode == 77 or "Operation not permitted" in done.stderr and done.returncode:
@@ -119,6 +122,7 @@ def test_this_machine():
 
 # ---- recorded cases
 
+
 def test_hostname_that_resolves_to_loopback(tmp_path):
     case = fixture("iface_hostname_loopback")
     tree = hardware_trees.HardwareTree(tmp_path)
@@ -143,8 +147,14 @@ def test_virtual_functions_without_address(tmp_path):
         if interface["name"] != "cilium_host":
             tree.pci(bdf, driver="mlx5_core", physfn=physfn)
             functions[interface["name"]] = bdf
-        tree.interface(interface["name"], interface["ipv4"], pci=functions.get(interface["name"]), up=interface.get("up", True),
-                       kind="veth" if interface["name"] == "cilium_host" else None, link_type=interface.get("type", "ether"))
+        tree.interface(
+            interface["name"],
+            interface["ipv4"],
+            pci=functions.get(interface["name"]),
+            up=interface.get("up", True),
+            kind="veth" if interface["name"] == "cilium_host" else None,
+            link_type=interface.get("type", "ether"),
+        )
         if interface.get("default_route"):
             tree.route("default", interface["name"], gateway="10.40.0.88")
     facts = read(tree)
@@ -160,8 +170,13 @@ def test_link_local_and_ipoib(tmp_path):
     case = fixture("iface_linklocal_and_ipoib")
     tree = hardware_trees.HardwareTree(tmp_path)
     for interface in case["interfaces"]:
-        tree.interface(interface["name"], interface["ipv4"], up=interface.get("up", True), link_type=interface.get("type", "ether"),
-                       kind="bridge" if interface["name"] == "docker0" else None)
+        tree.interface(
+            interface["name"],
+            interface["ipv4"],
+            up=interface.get("up", True),
+            link_type=interface.get("type", "ether"),
+            kind="bridge" if interface["name"] == "docker0" else None,
+        )
         if interface.get("default_route"):
             tree.route("default", interface["name"], gateway="10.50.1.1")
     facts = read(tree)
@@ -180,11 +195,16 @@ def test_vlans_and_bond_by_what_the_kernel_says_not_by_name(tmp_path):
         tree.interface(name, kind="vlan" if vlan else "bond" if name == "bond0" else None, vlan=vlan, master="bond0" if name == "eth0" else None)
     found = {interface["name"]: interface for interface in read(tree)["interfaces"]}
     assert {name: (interface["kind"], interface["vlan"]) for name, interface in found.items()} == {
-        "bond0": ("bond", None), "bond0.2093": ("vlan", 2093), "bond0.2093.1": ("vlan", 1), "eth0": ("virtual", None)}
+        "bond0": ("bond", None),
+        "bond0.2093": ("vlan", 2093),
+        "bond0.2093.1": ("vlan", 1),
+        "eth0": ("virtual", None),
+    }
     assert found["eth0"]["master"] == "bond0"
 
 
 # ---- rules
+
 
 @pytest.mark.parametrize(("text", "speed"), [("400000", 400000), ("-1", None), ("4294967295", None), ("0", None), ("", None)])
 def test_speed(tmp_path, text, speed):
@@ -194,30 +214,53 @@ def test_speed(tmp_path, text, speed):
 
 
 def test_addresses_that_are_not_usable_are_left_out():
-    infos = [{"local": "2001:db8::1", "prefixlen": 64, "dadfailed": True}, {"local": "2001:db8::2", "prefixlen": 64, "tentative": True},
-             {"local": "10.0.0.1", "prefixlen": 24}, {"local": "10.0.0.1", "prefixlen": 240}, {"local": "x", "prefixlen": 8}, {"local": "10.0.0.3"}, {}]
+    infos = [
+        {"local": "2001:db8::1", "prefixlen": 64, "dadfailed": True},
+        {"local": "2001:db8::2", "prefixlen": 64, "tentative": True},
+        {"local": "10.0.0.1", "prefixlen": 24},
+        {"local": "10.0.0.1", "prefixlen": 240},
+        {"local": "x", "prefixlen": 8},
+        {"local": "10.0.0.3"},
+        {},
+    ]
     assert network.from_ip_json({"addresses": [{"ifname": "eth0", "addr_info": infos}]})[1] == {"eth0": ["10.0.0.1/24"]}
 
 
 def test_default_route_has_the_lowest_metric_and_prefers_ipv4():
-    routes = network.from_ip_json({"routes": [
-        {"dst": "default", "gateway": "fe80::1", "dev": "eth9", "metric": 1, "pref": "medium"},
-        {"dst": "default", "gateway": "10.0.0.1", "dev": "eth0", "metric": 100},
-        {"dst": "default", "gateway": "10.1.0.1", "dev": "eth1", "metric": 50}]})[2]
+    routes = network.from_ip_json(
+        {
+            "routes": [
+                {"dst": "default", "gateway": "fe80::1", "dev": "eth9", "metric": 1, "pref": "medium"},
+                {"dst": "default", "gateway": "10.0.0.1", "dev": "eth0", "metric": 100},
+                {"dst": "default", "gateway": "10.1.0.1", "dev": "eth1", "metric": 50},
+            ]
+        }
+    )[2]
     assert network.default_route(routes) == {"interface": "eth1", "gateway": "10.1.0.1"}
     assert network.default_route(routes[:1]) == {"interface": "eth9", "gateway": "fe80::1"}
     assert network.default_route([]) is None
 
 
 def test_routes_of_every_form():
-    routes = network.from_ip_json({"routes": [
-        {"dst": "10.1.0.0/16", "dev": "eth0"}, {"dst": "10.2.0.7", "dev": "eth0", "via": {"family": "inet6", "host": "fe80::1"}},
-        {"type": "unreachable", "dst": "10.3.0.0/16", "dev": "lo"}, {"dst": "default", "dev": "tun0", "pref": "medium"},
-        {"dst": "10.4.0.0/16", "nexthops": [{"gateway": "10.0.0.1", "dev": "eth0"}, {"gateway": "10.0.0.2", "dev": "eth1"}]},
-        {"dst": "nonsense", "dev": "eth0"}]})[2]
+    routes = network.from_ip_json(
+        {
+            "routes": [
+                {"dst": "10.1.0.0/16", "dev": "eth0"},
+                {"dst": "10.2.0.7", "dev": "eth0", "via": {"family": "inet6", "host": "fe80::1"}},
+                {"type": "unreachable", "dst": "10.3.0.0/16", "dev": "lo"},
+                {"dst": "default", "dev": "tun0", "pref": "medium"},
+                {"dst": "10.4.0.0/16", "nexthops": [{"gateway": "10.0.0.1", "dev": "eth0"}, {"gateway": "10.0.0.2", "dev": "eth1"}]},
+                {"dst": "nonsense", "dev": "eth0"},
+            ]
+        }
+    )[2]
     assert [(route["destination"], route["gateway"], route["interface"]) for route in routes] == [
-        ("10.1.0.0/16", None, "eth0"), ("10.2.0.7/32", "fe80::1", "eth0"), ("::/0", None, "tun0"), ("10.4.0.0/16", "10.0.0.1", "eth0"),
-        ("10.4.0.0/16", "10.0.0.2", "eth1")]
+        ("10.1.0.0/16", None, "eth0"),
+        ("10.2.0.7/32", "fe80::1", "eth0"),
+        ("::/0", None, "tun0"),
+        ("10.4.0.0/16", "10.0.0.1", "eth0"),
+        ("10.4.0.0/16", "10.0.0.2", "eth1"),
+    ]
 
 
 def test_too_many_routes_are_counted(tmp_path):
@@ -248,13 +291,37 @@ def test_resolving_is_given_up():
 def test_resolving_a_name_that_is_unknown():
     def unknown(*_arguments: object) -> None:
         raise socket.gaierror(-2, "Name or service not known")
+
     assert network.resolve("node-a", 5, unknown) == ([], "the hostname node-a does not resolve: Name or service not known")
 
 
 # ---- damage
 
-NAMES = ["links", "addresses", "routes", "ifname", "flags", "mtu", "link_type", "linkinfo", "info_kind", "info_data", "id", "addr_info", "local", "prefixlen",
-         "dst", "dev", "gateway", "via", "nexthops", "metric", "type", "host", "master"]
+NAMES = [
+    "links",
+    "addresses",
+    "routes",
+    "ifname",
+    "flags",
+    "mtu",
+    "link_type",
+    "linkinfo",
+    "info_kind",
+    "info_data",
+    "id",
+    "addr_info",
+    "local",
+    "prefixlen",
+    "dst",
+    "dev",
+    "gateway",
+    "via",
+    "nexthops",
+    "metric",
+    "type",
+    "host",
+    "master",
+]
 SCALARS = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=20), st.sampled_from(["default", "10.0.0.0/8", "eth0", "vlan"]))
 JSON = st.recursive(SCALARS, lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(st.sampled_from(NAMES), inner, max_size=6)), max_leaves=30)
 
@@ -273,12 +340,34 @@ def attribute(kind: int, value: bytes) -> bytes:
 def test_messages_of_a_vlan_on_a_bond_with_a_pci_parent():
     """Built by hand after linux/if_link.h: not every kernel that runs the tests has these kinds."""
     info = attribute(1, b"vlan\0") + attribute(0x8000 | 2, attribute(1, struct.pack("=H", 160)) + attribute(5, struct.pack(">H", 0x8100)))
-    body = struct.pack("=BxHiII", 0, 1, 7, 0x1 | 0x10000, 0) + b"".join([
-        attribute(3, b"bond0.160\0"), attribute(1, bytes.fromhex("525400000005")), attribute(4, struct.pack("=I", 9000)), attribute(10, struct.pack("=I", 9)),
-        attribute(0x8000 | 18, info), attribute(56, b"0000:1b:00.0\0"), attribute(57, b"pci\0")])
-    assert network.parse_links([(network.RTM_NEWLINK, body), (3, body)]) == [(7, {
-        "name": "bond0.160", "up": True, "carrier": True, "mtu": 9000, "mac": "52:54:00:00:00:05", "link_type": "ether", "info_kind": "vlan", "vlan": 160,
-        "master": 9, "parent": "0000:1b:00.0"})]
+    body = struct.pack("=BxHiII", 0, 1, 7, 0x1 | 0x10000, 0) + b"".join(
+        [
+            attribute(3, b"bond0.160\0"),
+            attribute(1, bytes.fromhex("525400000005")),
+            attribute(4, struct.pack("=I", 9000)),
+            attribute(10, struct.pack("=I", 9)),
+            attribute(0x8000 | 18, info),
+            attribute(56, b"0000:1b:00.0\0"),
+            attribute(57, b"pci\0"),
+        ]
+    )
+    assert network.parse_links([(network.RTM_NEWLINK, body), (3, body)]) == [
+        (
+            7,
+            {
+                "name": "bond0.160",
+                "up": True,
+                "carrier": True,
+                "mtu": 9000,
+                "mac": "52:54:00:00:00:05",
+                "link_type": "ether",
+                "info_kind": "vlan",
+                "vlan": 160,
+                "master": 9,
+                "parent": "0000:1b:00.0",
+            },
+        )
+    ]
 
 
 @settings(max_examples=300, deadline=None)

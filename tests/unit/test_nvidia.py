@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 import yaml
+
 from ansible_collections.rankzero.inference.plugins.module_utils import nvidia
 
 TESTS = pathlib.Path(__file__).resolve().parent.parent
@@ -89,8 +90,9 @@ class Machine:
         if self.library:
             env["LD_LIBRARY_PATH"] = str(self.library)
         cases = [{"state": state, "proc": str(self.proc), "sys": str(self.sys)} for state in states]
-        done = subprocess.run([*self.python, "-c", RUNNER, str(COLLECTIONS)], input=json.dumps(cases), env=env, capture_output=True, text=True,
-                              check=False, timeout=120)
+        done = subprocess.run(
+            [*self.python, "-c", RUNNER, str(COLLECTIONS)], input=json.dumps(cases), env=env, capture_output=True, text=True, check=False, timeout=120
+        )
         assert (done.returncode, done.stderr) == (0, ""), done.stderr
         results: list[dict[str, Any]] = json.loads(done.stdout)
         return results
@@ -172,22 +174,30 @@ DOMAINS = [
     ("fabric=not_started", {"id": None, "state": "not_started"}),
 ]
 UNATTRIBUTED = [
-    ("gpu 0 used=300\n", 300), ("gpu 0 used=300\nproc gpu=0 pid=5 mib=100\n", 300), ("gpu 0 used=300\nproc gpu=0 pid=5 mib=NA\n", None),
-    ("gpu 0\nproc gpu=0 pid=5 mib=70\n", 0), ("gpu 0\nproc gpu=0 pid=5 mib=70\nerror nvmlDeviceGetMPS* UNKNOWN\n", None),
-    ("gpu 0 used=9\nerror nvmlDeviceGetMPS* NOT_SUPPORTED\n", 9), ("gpu 0 used=9\nerror nvmlDeviceGetCompute*Processes* UNKNOWN\n", None),
+    ("gpu 0 used=300\n", 300),
+    ("gpu 0 used=300\nproc gpu=0 pid=5 mib=100\n", 300),
+    ("gpu 0 used=300\nproc gpu=0 pid=5 mib=NA\n", None),
+    ("gpu 0\nproc gpu=0 pid=5 mib=70\n", 0),
+    ("gpu 0\nproc gpu=0 pid=5 mib=70\nerror nvmlDeviceGetMPS* UNKNOWN\n", None),
+    ("gpu 0 used=9\nerror nvmlDeviceGetMPS* NOT_SUPPORTED\n", 9),
+    ("gpu 0 used=9\nerror nvmlDeviceGetCompute*Processes* UNKNOWN\n", None),
 ]
 UUIDS = [
-    ("GPU-" + "a" * 80, "GPU-" + "a" * 80), ("gpu-UPPER", "gpu-UPPER"), ('"GPU-\x1b[31m x"', "GPU- [31m x"), ('" "', None), ('"GPU-\xff\xfe"', None),
+    ("GPU-" + "a" * 80, "GPU-" + "a" * 80),
+    ("gpu-UPPER", "gpu-UPPER"),
+    ('"GPU-\x1b[31m x"', "GPU- [31m x"),
+    ('" "', None),
+    ('"GPU-\xff\xfe"', None),
 ]
 MEMORIES = [
     ("cc=9.0 total=81559 reserved=551 used=100", "discrete", 81559, 100),
-    ("cc=9.0 total=97871 gpu_numa=1 used=7", "coherent", 97871, 7),             # GH200
-    ("cc=10.0 total=189471 gpu_numa=2", "coherent", 189471, 0),                 # GB200
-    ("cc=12.1 total=8128", "unified", 2048, None),                               # N1X: the carve-out
+    ("cc=9.0 total=97871 gpu_numa=1 used=7", "coherent", 97871, 7),  # GH200
+    ("cc=10.0 total=189471 gpu_numa=2", "coherent", 189471, 0),  # GB200
+    ("cc=12.1 total=8128", "unified", 2048, None),  # N1X: the carve-out
     ("cc=12.1 total=0", "unified", 2048, None),
     ("cc=8.6 total=0", "unified", 2048, None),
     ("cc=9.9 memory=unsupported", "unified", 2048, None),
-    ("cc=8.7 memory=unsupported", "unified", 2048, None),                        # Jetson Orin,
+    ("cc=8.7 memory=unsupported", "unified", 2048, None),  # Jetson Orin,
 ]
 
 
@@ -213,8 +223,13 @@ class TestFixtures:
         machine.meminfo(facts["meminfo_kb"]["MemTotal"])
         idle, busy = machine.ask(line, line + f"proc gpu=0 pid={held['pid']} mib={held['used']}B\n")
         memory = idle["read"]["gpus"][0]["memory"]
-        assert memory == {"model": "unified", "total_mib": facts["expect"]["memory_total_bytes"] // MIB, "used_mib": None, "reserved_mib": None,
-                          "unattributed_mib": None}
+        assert memory == {
+            "model": "unified",
+            "total_mib": facts["expect"]["memory_total_bytes"] // MIB,
+            "used_mib": None,
+            "reserved_mib": None,
+            "unattributed_mib": None,
+        }
         assert idle["read"]["gpus"][0]["errors"]["nvmlDeviceGetMemoryInfo"] == "Not Supported"
         assert idle["read"]["gpus"][0]["pci_bdf"] == "000f:01:00.0"
         assert idle["read"]["drivers_nvidia"]["state"] == "ok"
@@ -224,10 +239,13 @@ class TestFixtures:
     def test_gb200_cliques(self, machine: Machine) -> None:
         facts = fixture("nvml_gb200_nvl_clique")
         states = {2: "in_progress", 3: "completed"}
-        results = machine.ask(*(
-            f'gpu 0-{host["gpus"] - 1} uuid=GPU-{host["name"]}-%d fabric={states[host["state"]]} fabric_status={host["status"]} cluster={host["cluster_uuid"]} '
-            f'clique={host["clique_id"]} health_summary={host["health_summary"]} chassis={host["chassis"]} slot={host["slot"]} tray={host["tray"]}\n'
-            for host in facts["hosts"]))
+        results = machine.ask(
+            *(
+                f"gpu 0-{host['gpus'] - 1} uuid=GPU-{host['name']}-%d fabric={states[host['state']]} fabric_status={host['status']} cluster={host['cluster_uuid']} "
+                f"clique={host['clique_id']} health_summary={host['health_summary']} chassis={host['chassis']} slot={host['slot']} tray={host['tray']}\n"
+                for host in facts["hosts"]
+            )
+        )
         domains: dict[tuple[str, int], list[str]] = {}
         waiting = []
         for host, result in zip(facts["hosts"], results):
@@ -259,13 +277,19 @@ class TestFixtures:
         facts = fixture("nvml_hgx_zero_cluster_uuid")
         lines = "".join(
             f'gpu {g["minor"]} name="{g["name"]}" pci={g["bus_id"]} module={g["module_id"]} total={g["memory_mib"]["total"]} '
-            f'reserved={g["memory_mib"]["reserved"]} used={g["memory_mib"]["used"]} fabric=completed cluster={g["fabric"]["cluster_uuid"]}\n'
-            for g in facts["gpus"])
+            f"reserved={g['memory_mib']['reserved']} used={g['memory_mib']['used']} fabric=completed cluster={g['fabric']['cluster_uuid']}\n"
+            for g in facts["gpus"]
+        )
         new, old = machine.ask(lines, lines + "error nvmlDeviceGetMemoryInfo_v2 FUNCTION_NOT_FOUND\n")
         for gpu in new["read"]["gpus"]:
             assert gpu["interconnect_domain"] == {"kind": "nvlink", "id": None, "clique": None, "state": "completed", "health": "unknown"}
-            assert gpu["memory"] == {"model": "discrete", "total_mib": 81559, "used_mib": facts["expect"]["v2_used_mib_idle"], "reserved_mib": 480,
-                                     "unattributed_mib": 0}
+            assert gpu["memory"] == {
+                "model": "discrete",
+                "total_mib": 81559,
+                "used_mib": facts["expect"]["v2_used_mib_idle"],
+                "reserved_mib": 480,
+                "unattributed_mib": 0,
+            }
         for gpu in old["read"]["gpus"]:
             assert (gpu["memory"]["used_mib"], gpu["memory"]["reserved_mib"]) == (facts["expect"]["v1_used_mib_idle"], None)
             assert gpu["errors"]["nvmlDeviceGetMemoryInfo_v2"] == "Function Not Found"
@@ -325,8 +349,7 @@ class TestFixtures:
     @pytest.mark.parametrize("with_bus", [False, True])
     def test_no_permission_index(self, machine: Machine, with_bus: bool) -> None:
         facts = fixture("nvml_no_permission_index")
-        lines = "".join(f"gpu {index} pci={value}\n" if isinstance(value, str) else f"gpu {index} denied=1\n"
-                        for index, value in facts["handles"].items())
+        lines = "".join(f"gpu {index} pci={value}\n" if isinstance(value, str) else f"gpu {index} denied=1\n" for index, value in facts["handles"].items())
         if with_bus:
             machine.pci("0000:10:00.0", "0000:3b:00.0", "0000:92:00.0", "0000:d8:00.0")
         both = machine.ask(lines)[0]
@@ -376,8 +399,9 @@ class TestFixtures:
             machine.file(f"proc/{pid}/stat", f"{pid} (python) S 1 {pid} {pid} " + "0 " * 15 + "100 0\n")
         seen = by_uuid(machine.read(lines))
         assert [uuid for uuid, gpu in seen.items() if any(row["shard"] == "replica-a/?" for row in gpu["processes"])] == facts["expect"]["replica_a_holds"]
-        assert {uuid: pids for uuid, gpu in seen.items() if (pids := [row["pid"] for row in gpu["processes"] if row["shard"] is None])} \
-            == facts["expect"]["foreign"]
+        assert {uuid: pids for uuid, gpu in seen.items() if (pids := [row["pid"] for row in gpu["processes"] if row["shard"] is None])} == facts["expect"][
+            "foreign"
+        ]
 
 
 # ---------------------------------------------------------------- every call can fail alone
@@ -447,7 +471,11 @@ class TestIdentity:
     def test_without_a_bus_the_lost_gpu_keeps_its_index(self, machine: Machine) -> None:
         seen = machine.read("gpu 0-3 uuid=GPU-%d\ngpu 2 lost=1\n")
         assert [(gpu["index"], gpu["uuid"], gpu["health"]["state"]) for gpu in seen["gpus"]] == [
-            (0, "GPU-0", "ok"), (1, "GPU-1", "ok"), (2, None, "lost"), (3, "GPU-3", "ok")]
+            (0, "GPU-0", "ok"),
+            (1, "GPU-1", "ok"),
+            (2, None, "lost"),
+            (3, "GPU-3", "ok"),
+        ]
         assert "index 2 (GPU is lost)" in seen["drivers_nvidia"]["message"]
 
     @pytest.mark.parametrize(("uuid", "shown"), UUIDS)
@@ -462,8 +490,18 @@ class TestIdentity:
 
     @pytest.mark.parametrize(
         ("text", "address"),
-        [("00000008:06:00.0", "0008:06:00.0"), ("0000000F:01:00.0", "000f:01:00.0"), ("06:00.0", "0000:06:00.0"), ("00010000:AB:1F.7", "10000:ab:1f.7"),
-         ("0000:3B:00.0\n", "0000:3b:00.0"), ("", None), ("junk", None), ("0000:3b:00", None), ("0000:3b:00.8", None), ("123456789:3b:00.0", None)],
+        [
+            ("00000008:06:00.0", "0008:06:00.0"),
+            ("0000000F:01:00.0", "000f:01:00.0"),
+            ("06:00.0", "0000:06:00.0"),
+            ("00010000:AB:1F.7", "10000:ab:1f.7"),
+            ("0000:3B:00.0\n", "0000:3b:00.0"),
+            ("", None),
+            ("junk", None),
+            ("0000:3b:00", None),
+            ("0000:3b:00.8", None),
+            ("123456789:3b:00.0", None),
+        ],
     )
     def test_addresses(self, text: str, address: str | None) -> None:
         assert nvidia.parse_address(text) == address
@@ -474,12 +512,12 @@ class TestIdentity:
         assert [gpu["pci_bdf"] for gpu in seen["gpus"]] == ["10000:ab:00.0"] and seen["drivers_nvidia"]["state"] == "ok"
 
     def test_what_on_the_bus_is_no_gpu(self, machine: Machine) -> None:
-        machine.pci("0000:01:00.0", vendor="0x1002")                 # another vendor's
-        machine.pci("0000:02:00.0", kind="0x068000")                 # NVSwitch
-        machine.pci("0000:03:00.0", kind="0x040300")                 # the audio function
+        machine.pci("0000:01:00.0", vendor="0x1002")  # another vendor's
+        machine.pci("0000:02:00.0", kind="0x068000")  # NVSwitch
+        machine.pci("0000:03:00.0", kind="0x040300")  # the audio function
         machine.pci("0000:04:00.0")
         machine.pci("0000:04:00.4")
-        (machine.sys / "bus/pci/devices/0000:04:00.4/physfn").symlink_to("../0000:04:00.0")       # a vGPU's virtual function
+        (machine.sys / "bus/pci/devices/0000:04:00.4/physfn").symlink_to("../0000:04:00.0")  # a vGPU's virtual function
         machine.pci("0000:05:00.0", kind="0x030000")
         assert [gpu.address for gpu in nvidia.pci_gpus(str(machine.sys))] == ["0000:04:00.0", "0000:05:00.0"]
 
@@ -516,11 +554,16 @@ class TestMemory:
 
 class TestProcesses:
     def test_lists_are_joined_by_pid(self, machine: Machine) -> None:
-        lines = ("gpu 0\nproc gpu=0 pid=9 mib=500\nproc gpu=0 pid=9 mib=500 type=G\nproc gpu=0 pid=7 mib=40 type=M\nproc gpu=0 pid=7 mib=NA\n"
-                 "proc gpu=0 pid=3 mib=4 type=G\n")
+        lines = (
+            "gpu 0\nproc gpu=0 pid=9 mib=500\nproc gpu=0 pid=9 mib=500 type=G\nproc gpu=0 pid=7 mib=40 type=M\nproc gpu=0 pid=7 mib=NA\n"
+            "proc gpu=0 pid=3 mib=4 type=G\n"
+        )
         gpu = machine.ask(lines)[0]["processes"]["gpus"][0]
-        assert gpu["processes"] == [{"pid": 3, "used_mib": 4, "kind": "graphics"}, {"pid": 7, "used_mib": 40, "kind": "mps"},
-                                    {"pid": 9, "used_mib": 500, "kind": "compute"}]
+        assert gpu["processes"] == [
+            {"pid": 3, "used_mib": 4, "kind": "graphics"},
+            {"pid": 7, "used_mib": 40, "kind": "mps"},
+            {"pid": 9, "used_mib": 500, "kind": "compute"},
+        ]
 
     def test_a_list_that_grows_between_two_calls(self, machine: Machine) -> None:
         late = "".join(f"proc gpu=0 pid={pid} mib=1 after={after}\n" for after in (2, 3, 4) for pid in range(after * 100, after * 100 + 30))
@@ -547,10 +590,20 @@ class TestProcesses:
         machine.ask(example("h100x8"))
         sessions = trace.read_text(encoding="ascii").split("nvmlInitWithFlags")
         light = set(re.findall(r"(nvml\w+) gpu=", sessions[2]))
-        assert light <= {"nvmlDeviceGetCount_v2", "nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetPciInfo_v3", "nvmlDeviceGetUUID", "nvmlDeviceGetMigMode",
-                         "nvmlDeviceGetMemoryInfo_v2", "nvmlDeviceGetNumaNodeId", "nvmlDeviceGetCudaComputeCapability", "nvmlShutdown",
-                         "nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetGraphicsRunningProcesses_v3",
-                         "nvmlDeviceGetMPSComputeRunningProcesses_v3"}
+        assert light <= {
+            "nvmlDeviceGetCount_v2",
+            "nvmlDeviceGetHandleByIndex_v2",
+            "nvmlDeviceGetPciInfo_v3",
+            "nvmlDeviceGetUUID",
+            "nvmlDeviceGetMigMode",
+            "nvmlDeviceGetMemoryInfo_v2",
+            "nvmlDeviceGetNumaNodeId",
+            "nvmlDeviceGetCudaComputeCapability",
+            "nvmlShutdown",
+            "nvmlDeviceGetComputeRunningProcesses_v3",
+            "nvmlDeviceGetGraphicsRunningProcesses_v3",
+            "nvmlDeviceGetMPSComputeRunningProcesses_v3",
+        }
         assert sessions[2].count("\n") <= 8 * 12 + 3
 
 
@@ -588,8 +641,9 @@ def test_interconnect_domain(alone: dict[str, Any], line: str, domain: dict[str,
 
 def test_fabric_structs_of_older_drivers(machine: Machine) -> None:
     line = "gpu 0 fabric=completed cluster=11111111-2222-4333-8444-555555555555 clique=2 health=1 health_summary=1\n"
-    v3, v2, v1 = machine.ask(line, line + "error nvmlDeviceGetGpuFabricInfoV ARGUMENT_VERSION_MISMATCH times=1\n",
-                             line + "error nvmlDeviceGetGpuFabricInfoV FUNCTION_NOT_FOUND\n")
+    v3, v2, v1 = machine.ask(
+        line, line + "error nvmlDeviceGetGpuFabricInfoV ARGUMENT_VERSION_MISMATCH times=1\n", line + "error nvmlDeviceGetGpuFabricInfoV FUNCTION_NOT_FOUND\n"
+    )
     domains = [result["read"]["gpus"][0]["interconnect_domain"] for result in (v3, v2, v1)]
     assert [domain["health"] for domain in domains] == ["healthy", "unhealthy", "unknown"]
     assert {(domain["id"], domain["clique"], domain["state"]) for domain in domains} == {("11111111-2222-4333-8444-555555555555", 2, "completed")}
@@ -598,8 +652,20 @@ def test_fabric_structs_of_older_drivers(machine: Machine) -> None:
 
 @pytest.mark.parametrize(
     ("summary", "mask", "health"),
-    [(0, 0, "unknown"), (1, 1, "healthy"), (2, 2, "unhealthy"), (3, 0, "limited"), (9, 0, "unknown"), (0, 0b10101010, "healthy"), (0, 0b01, "unhealthy"),
-     (0, 0b0100, "unhealthy"), (0, 0b010000, "unhealthy"), (0, 0b01000000, "unhealthy"), (0, 1 << 8, "healthy"), (0, 5 << 8, "unhealthy")],
+    [
+        (0, 0, "unknown"),
+        (1, 1, "healthy"),
+        (2, 2, "unhealthy"),
+        (3, 0, "limited"),
+        (9, 0, "unknown"),
+        (0, 0b10101010, "healthy"),
+        (0, 0b01, "unhealthy"),
+        (0, 0b0100, "unhealthy"),
+        (0, 0b010000, "unhealthy"),
+        (0, 0b01000000, "unhealthy"),
+        (0, 1 << 8, "healthy"),
+        (0, 5 << 8, "unhealthy"),
+    ],
 )
 def test_fabric_health(summary: int, mask: int, health: str) -> None:
     assert nvidia.fabric_health(summary, mask) == health
@@ -629,8 +695,12 @@ class TestDriver:
 
     @pytest.mark.parametrize(
         ("text", "version"),
-        [(KERNEL_MODULE, "580.95.05"), ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.161.08  Sat Feb 17 22:55:48 UTC 2024\n", "535.161.08"),
-         ("NVRM version: NVIDIA UNIX aarch64 Kernel Module  570.00  Sat\n", "570.00"), ("garbage", None)],
+        [
+            (KERNEL_MODULE, "580.95.05"),
+            ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.161.08  Sat Feb 17 22:55:48 UTC 2024\n", "535.161.08"),
+            ("NVRM version: NVIDIA UNIX aarch64 Kernel Module  570.00  Sat\n", "570.00"),
+            ("garbage", None),
+        ],
     )
     def test_kernel_module(self, machine: Machine, text: str, version: str | None) -> None:
         machine.file("proc/driver/nvidia/version", text)
@@ -658,9 +728,13 @@ class TestDriver:
 
     @pytest.mark.parametrize(
         ("write", "inside"),
-        [(lambda m: m.file("proc/1/cgroup", "0::/init.scope\n"), False), (lambda m: m.file("proc/1/cgroup", "11:memory:/kubepods/burstable/x\n"), True),
-         (lambda m: m.file("proc/1/environ", "PATH=/bin\0container=podman\0"), True), (lambda m: m.file("proc/1/environ", "my_container=x\0"), False),
-         (lambda m: None, False)],
+        [
+            (lambda m: m.file("proc/1/cgroup", "0::/init.scope\n"), False),
+            (lambda m: m.file("proc/1/cgroup", "11:memory:/kubepods/burstable/x\n"), True),
+            (lambda m: m.file("proc/1/environ", "PATH=/bin\0container=podman\0"), True),
+            (lambda m: m.file("proc/1/environ", "my_container=x\0"), False),
+            (lambda m: None, False),
+        ],
     )
     def test_in_container(self, machine: Machine, write: Callable[[Machine], None], inside: bool) -> None:
         write(machine)
@@ -681,7 +755,7 @@ class TestDriver:
         assert [gpu["health"]["state"] for gpu in seen["gpus"]] == ["not_permitted"] * 2
 
     def test_without_pynvml(self, machine: Machine) -> None:
-        machine.python = [sys.executable, "-S"]          # no site-packages
+        machine.python = [sys.executable, "-S"]  # no site-packages
         assert machine.read("gpu 0\n")["drivers_nvidia"]["state"] == "no_gpu"
         machine.pci("0000:1b:00.0")
         seen = machine.read("gpu 0\n")
@@ -691,8 +765,12 @@ class TestDriver:
 
     @pytest.mark.parametrize(
         ("name", "source"),
-        [("pynvml/__init__.py", "def nvmlInit(): pass\n"), ("pynvml.py", "raise RuntimeError('broken\\ninstall')\n"), ("pynvml.py", "x = 1\n"),
-         ("pynvml/other.py", "")],
+        [
+            ("pynvml/__init__.py", "def nvmlInit(): pass\n"),
+            ("pynvml.py", "raise RuntimeError('broken\\ninstall')\n"),
+            ("pynvml.py", "x = 1\n"),
+            ("pynvml/other.py", ""),
+        ],
         ids=["old-package", "broken", "something-else", "bare-folder"],
     )
     def test_a_wrong_pynvml(self, machine: Machine, name: str, source: str) -> None:

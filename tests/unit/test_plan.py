@@ -11,11 +11,12 @@ from typing import Any
 
 import facts
 import pytest
+from facts import changed, faults, good, gpu, hosts, minimal, node, plan, profile, shard
+
 from ansible_collections.rankzero.inference.plugins.plugin_utils import convergence, quantization
 from ansible_collections.rankzero.inference.plugins.plugin_utils.placement import of_class
 from ansible_collections.rankzero.inference.plugins.plugin_utils.plan import build_plan
 from ansible_collections.rankzero.inference.plugins.plugin_utils.tables import plan_text, table
-from facts import changed, faults, good, gpu, hosts, minimal, node, plan, profile, shard
 
 ONE = {"tp": 2, "pp": 1, "nodes": 1, "gpus_per_node": 2}
 
@@ -855,7 +856,11 @@ def test_llamacpp_over_nodes_waits_for_its_rpc_ranks_and_only_rank_0_needs_the_m
     pool = {"n1": node(1, models={"/m.gguf": {"exists": True, "readable": True}}), "n2": node(2, models={"/m.gguf": {"exists": False}})}
     found = good(pool, profile(engine="llamacpp", model_path="/m.gguf"), key_digest="x")
     server, rpc = found["shards"]["n1"]["launches"][-1], found["shards"]["n2"]["launches"][-1]
-    assert server["wait_for_ranks"] == [{"rank": 1, "address": "10.0.0.2", "port": 29500, "ports": list(range(29500, 29510))}] and rpc["name"] == "ggml-rpc-server" and rpc["secret_env"] == []
+    assert (
+        server["wait_for_ranks"] == [{"rank": 1, "address": "10.0.0.2", "port": 29500, "ports": list(range(29500, 29510))}]
+        and rpc["name"] == "ggml-rpc-server"
+        and rpc["secret_env"] == []
+    )
     args = server["args"]
     assert args.index("--rpc") < args.index("--device") and args[args.index("--device") + 1].split(",") == [f"RPC{number}" for number in range(8)] + [
         f"CUDA{number}" for number in range(8)
@@ -925,7 +930,10 @@ def test_several_ranks_are_tied_and_a_single_one_is_not() -> None:
     found = good()
     ties = [shard_plan["tie"] for shard_plan in found["shards"].values()]
     assert ties == [{"address": "10.0.0.1", "port": 29400, "secret": "tie_key", "silent_seconds": 20, "run_ports": list(range(29500, 29510))}] * 2
-    assert all(shard_plan["secrets"] == ["tie_key"] and shard_plan["restart"] == {"limit": 3, "window_seconds": 600, "backoff": [2, 10, 30]} for shard_plan in found["shards"].values())
+    assert all(
+        shard_plan["secrets"] == ["tie_key"] and shard_plan["restart"] == {"limit": 3, "window_seconds": 600, "backoff": [2, 10, 30]}
+        for shard_plan in found["shards"].values()
+    )
     alone = good({"n1": node(1)}, profile(nodes=1, pp=1))["shards"]["n1"]
     assert alone["tie"] is None and alone["secrets"] == [] and not any(launch["run_args"] or launch["run_env"] for launch in alone["launches"])
     assert "ports" not in alone["listen_ports"][0] and alone["restart"]["limit"] == 3
@@ -952,13 +960,18 @@ def test_ports_inside_of_texts_and_variables_move_too() -> None:
     assert found["shards"]["n1"]["tie"]["run_ports"] == list(range(65530, 65536))
 
 
-@pytest.mark.parametrize(("facts", "port"), [
-    ({"ports_in_use": [29400]}, 29401), ({"ports_in_use": [entry(29400, pid=4711)]}, 29401), ({"ports_in_use": [entry(29400, shard="other/0")]}, 29401),
-    ({"ports_in_use": [entry(29444, pid=4711)], "shards": {"glm": shard(0, tie_port=29444, pids=[4710, 4711])}}, 29444),      # our own run_shard.py
-    ({"ports_in_use": [entry(29400, address="10.0.0.77", pid=4711)]}, 29400),       # on another address it is free for us
-    ({"ports_in_use": [entry(29444, pid=99)], "shards": {"glm": shard(0, tie_port=29444, pids=[4711])}}, 29400),
-    ({"shards": {"other": shard(0, tie_port=29400, run_ports=[29401], http_port=8001, leader_port=29600, gpus=[])}}, 29402),
-])
+@pytest.mark.parametrize(
+    ("facts", "port"),
+    [
+        ({"ports_in_use": [29400]}, 29401),
+        ({"ports_in_use": [entry(29400, pid=4711)]}, 29401),
+        ({"ports_in_use": [entry(29400, shard="other/0")]}, 29401),
+        ({"ports_in_use": [entry(29444, pid=4711)], "shards": {"glm": shard(0, tie_port=29444, pids=[4710, 4711])}}, 29444),  # our own run_shard.py
+        ({"ports_in_use": [entry(29400, address="10.0.0.77", pid=4711)]}, 29400),  # on another address it is free for us
+        ({"ports_in_use": [entry(29444, pid=99)], "shards": {"glm": shard(0, tie_port=29444, pids=[4711])}}, 29400),
+        ({"shards": {"other": shard(0, tie_port=29400, run_ports=[29401], http_port=8001, leader_port=29600, gpus=[])}}, 29402),
+    ],
+)
 def test_the_tie_port_is_free_on_the_leader_and_stays(facts: dict[str, Any], port: int) -> None:
     found = good({"n1": node(1, **facts), "n2": node(2, ports_in_use=[29400])}, options={"replica_leader": "n1"})
     assert found["shards"]["n1"]["tie"]["port"] == found["shards"]["n2"]["tie"]["port"] == port
@@ -969,7 +982,9 @@ def test_a_stated_tie_port_is_taken_as_it_is_or_a_fault() -> None:
     assert faults(options={"replica_tie_port": 8000}) == [(None, "replica_tie_port")]
     assert faults(options={"replica_tie_port": 29505, "replica_leader_port": 29500}) == [(None, "replica_tie_port")]
     assert faults({"n1": node(1, ports_in_use=[29777]), "n2": node(2)}, options={"replica_tie_port": 29777}) == [("n1", "ports_in_use")]
-    assert faults(options={"replica_tie_port": 0}) == [(None, "replica_tie_port")] and faults(options={"replica_silent_seconds": 1}) == [(None, "replica_silent_seconds")]
+    assert faults(options={"replica_tie_port": 0}) == [(None, "replica_tie_port")] and faults(options={"replica_silent_seconds": 1}) == [
+        (None, "replica_silent_seconds")
+    ]
 
 
 def test_the_ports_of_every_run_must_be_free() -> None:

@@ -12,11 +12,12 @@ from typing import Any
 
 import facts
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
 from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Fault
 from ansible_collections.rankzero.inference.plugins.plugin_utils.plan import Request, build_plan
 from ansible_collections.rankzero.inference.plugins.plugin_utils.tables import plan_text
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 NASTY = st.one_of(
     st.none(),

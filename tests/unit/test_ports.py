@@ -9,6 +9,7 @@ import os
 import socket
 
 import pytest
+
 from ansible_collections.rankzero.inference.plugins.module_utils import ports
 
 ADDRESS = "127.0.0.23"

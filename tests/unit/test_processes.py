@@ -19,6 +19,7 @@ from collections.abc import Iterator
 
 import pytest
 import yaml
+
 from ansible_collections.rankzero.inference.plugins.module_utils import processes
 
 FIXTURES = pathlib.Path(__file__).resolve().parent.parent / "fixtures" / "hardware"
@@ -61,7 +62,9 @@ def sleeping(code: str) -> str:
     return f"import os, subprocess, sys, time\n{textwrap.dedent(code)}\nprint(*pids, flush=True)\ntime.sleep(60)\n"
 
 
-def entry(root: pathlib.Path, pid: int, *, ppid: int = 1, session: int | None = None, environ: str | None = None, cgroup: str = "0::/", comm: str = "python") -> None:
+def entry(
+    root: pathlib.Path, pid: int, *, ppid: int = 1, session: int | None = None, environ: str | None = None, cgroup: str = "0::/", comm: str = "python"
+) -> None:
     """One process in a made-up /proc."""
     folder = root / str(pid)
     folder.mkdir(parents=True)

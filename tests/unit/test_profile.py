@@ -10,14 +10,15 @@ from typing import Any
 
 import facts
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from ansible_collections.rankzero.inference.plugins.filter.profile import FilterModule
 from ansible_collections.rankzero.inference.plugins.plugin_utils import environment, secrets
 from ansible_collections.rankzero.inference.plugins.plugin_utils.environment_names import is_tunable, refusal
 from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Fault, Findings, natural_key, report, shown
 from ansible_collections.rankzero.inference.plugins.plugin_utils.profile import Profile, parse, select
 from ansible_collections.rankzero.inference.plugins.plugin_utils.values import Reader, as_integer, is_unset, unprintable
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 MINIMAL = {"engine": "sim", "model_path": "/m"}
 

@@ -16,11 +16,12 @@ from types import ModuleType
 
 import facts
 import pytest
-from ansible_collections.rankzero.inference.plugins.plugin_utils import collection_files, convergence, render
-from ansible_collections.rankzero.inference.plugins.plugin_utils.values import unprintable
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from supervisor.options import ServerOptions, UnhosedConfigParser
+
+from ansible_collections.rankzero.inference.plugins.plugin_utils import collection_files, convergence, render
+from ansible_collections.rankzero.inference.plugins.plugin_utils.values import unprintable
 
 VALUES = st.text(st.characters(exclude_categories=["Cs"]), max_size=20).filter(lambda text: unprintable(text) is None)
 HARD = [

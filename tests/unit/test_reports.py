@@ -16,14 +16,39 @@ def facts(**more: Any) -> dict[str, Any]:
 
 
 def test_a_report_says_every_condition_that_would_stop_a_replica() -> None:
-    text = node_report.report("gpu-a", facts(
-        drivers={"nvidia": {"state": "version_mismatch", "message": "library 580.95 does not fit kernel module 570.172", "hint": "reboot the host"}},
-        gpus=[{"index": 3, "uuid": "GPU-3", "model": "NVIDIA H100", "memory": {}, "health": {"state": "lost", "reasons": ["it fell off the bus"]}, "compute_mode": "prohibited",
-               "partition": {"mode_current": True}, "processes": [{"pid": 7, "name": "python", "used_mib": None}]}],
-        hcas=[{"name": "mlx5_0", "usable": False, "reasons": ["port state is down"], "link_layer": "InfiniBand"}],
-        cordoned={"by": "ops", "reason": "fan", "at": "today"}, limits={"shm": {"size_mib": 64}, "nccl_conf": {"/etc/nccl.conf": {"NCCL_DEBUG": "INFO"}}, "kho_cma_suspect": True},
-    ))
-    for word in ("reboot the host", "GPU 3: it fell off the bus", "MIG", "prohibited", "pid 7 python (? MiB)", "port state is down", "cordoned by ops", "64 MiB", "NCCL_DEBUG=INFO", "kho=off"):
+    text = node_report.report(
+        "gpu-a",
+        facts(
+            drivers={"nvidia": {"state": "version_mismatch", "message": "library 580.95 does not fit kernel module 570.172", "hint": "reboot the host"}},
+            gpus=[
+                {
+                    "index": 3,
+                    "uuid": "GPU-3",
+                    "model": "NVIDIA H100",
+                    "memory": {},
+                    "health": {"state": "lost", "reasons": ["it fell off the bus"]},
+                    "compute_mode": "prohibited",
+                    "partition": {"mode_current": True},
+                    "processes": [{"pid": 7, "name": "python", "used_mib": None}],
+                }
+            ],
+            hcas=[{"name": "mlx5_0", "usable": False, "reasons": ["port state is down"], "link_layer": "InfiniBand"}],
+            cordoned={"by": "ops", "reason": "fan", "at": "today"},
+            limits={"shm": {"size_mib": 64}, "nccl_conf": {"/etc/nccl.conf": {"NCCL_DEBUG": "INFO"}}, "kho_cma_suspect": True},
+        ),
+    )
+    for word in (
+        "reboot the host",
+        "GPU 3: it fell off the bus",
+        "MIG",
+        "prohibited",
+        "pid 7 python (? MiB)",
+        "port state is down",
+        "cordoned by ops",
+        "64 MiB",
+        "NCCL_DEBUG=INFO",
+        "kho=off",
+    ):
         assert word in text, f"{word!r} is missing in:\n{text}"
 
 
@@ -33,7 +58,7 @@ def test_a_host_without_facts_or_problems_is_reported_too() -> None:
 
 
 def test_the_environment_text_sets_exactly_the_launch_environment_in_a_shell() -> None:
-    env = {"A": "it's $HOME `id` \"x\" %h", "B": "", "C": "ü # no comment"}
+    env = {"A": 'it\'s $HOME `id` "x" %h', "B": "", "C": "ü # no comment"}
     plan = {"shards": {"gpu-a": {"rank": 0, "launches": [{"name": "engine", "env": env, "why": {"A": "one\nreason", "B": "#"}, "secret_env": ["KEY"]}]}}}
     text = environment_text.text(plan)
     shown = subprocess.run(["env", "-i", "sh", "-c", text + "\nexec env -0"], capture_output=True, check=True).stdout
@@ -43,11 +68,18 @@ def test_the_environment_text_sets_exactly_the_launch_environment_in_a_shell() -
 
 
 def test_a_failed_deploy_names_the_culprit_with_its_cause_first() -> None:
-    text = failures.summary("glm", {
-        "gpu-a": {"msg": "long\nreport", "verdict": {"reason": "the engine ended with exit code 1", "cause": None}},
-        "gpu-b": {"msg": "x", "verdict": {"reason": "the engine ended with exit code 1", "cause": "A GPU ran out of memory."}},
-        "gpu-c": {"msg": "gave up", "gave_up": {"rank": 1}}, "gpu-d": None, "gpu-e": {"msg": "disk full\nmore"},
-    }, {"gpu-a": 0, "gpu-b": 1, "gpu-c": 2}, "abc")
+    text = failures.summary(
+        "glm",
+        {
+            "gpu-a": {"msg": "long\nreport", "verdict": {"reason": "the engine ended with exit code 1", "cause": None}},
+            "gpu-b": {"msg": "x", "verdict": {"reason": "the engine ended with exit code 1", "cause": "A GPU ran out of memory."}},
+            "gpu-c": {"msg": "gave up", "gave_up": {"rank": 1}},
+            "gpu-d": None,
+            "gpu-e": {"msg": "disk full\nmore"},
+        },
+        {"gpu-a": 0, "gpu-b": 1, "gpu-c": 2},
+        "abc",
+    )
     assert text.splitlines() == [
         "Replica glm was not deployed. Revision abc, which was there before, is back.",
         "  rank 1 (gpu-b): the engine ended with exit code 1. A GPU ran out of memory.",
@@ -59,7 +91,9 @@ def test_a_failed_deploy_names_the_culprit_with_its_cause_first() -> None:
 
 def test_a_replica_is_ready_only_as_a_whole() -> None:
     def host(rank: int, ready: bool = True, revision: str = "r1") -> tuple[Any, Any]:
-        return {"shards": {"glm": {"rank": rank, "nodes": 2, "stage": "running", "ready": ready, "revision": revision, "restarts": 0, "unit": {"active": True}}}}, None
+        return {
+            "shards": {"glm": {"rank": rank, "nodes": 2, "stage": "running", "ready": ready, "revision": revision, "restarts": 0, "unit": {"active": True}}}
+        }, None
 
     assert status.whole(status.ranks("glm", {"a": host(0), "b": host(1)}))
     assert not status.whole(status.ranks("glm", {"a": host(0)})), "a rank is missing"
@@ -71,9 +105,12 @@ def test_a_replica_is_ready_only_as_a_whole() -> None:
 
 def test_a_live_look_decides_what_a_status_says() -> None:
     """After a restart by itself nothing has marked the ranks yet; what they prove now counts. A mark from before does not outlive a failed look."""
+
     def host(marked: bool, ready: bool) -> tuple[Any, Any]:
         record = {"rank": 0, "nodes": 1, "stage": "running", "ready": marked, "revision": "r1", "unit": {"active": True}}
-        return {"shards": {"glm": record}}, {"verdict": {"ready": ready, "failed": not ready, "stage": "ready" if ready else "failed", "evidence": {"gpus": []}, "reason": "x"}}
+        return {"shards": {"glm": record}}, {
+            "verdict": {"ready": ready, "failed": not ready, "stage": "ready" if ready else "failed", "evidence": {"gpus": []}, "reason": "x"}
+        }
 
     assert status.whole(status.ranks("glm", {"a": host(False, True)}))
     assert not status.whole(status.ranks("glm", {"a": host(True, False)}))

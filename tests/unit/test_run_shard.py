@@ -28,8 +28,8 @@ from hypothesis import strategies as st
 SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "roles" / "replica" / "files" / "run_shard.py"
 PYTHON_39 = os.environ.get("PYTHON39") or shutil.which("python3.9")
 if PYTHON_39 is not None and subprocess.run([PYTHON_39, "-c", ""], check=False, capture_output=True).returncode:
-    PYTHON_39 = None        # a launcher without that version behind it
-PATIENCE = 10.0     # seconds; only a failing test waits so long
+    PYTHON_39 = None  # a launcher without that version behind it
+PATIENCE = 10.0  # seconds; only a failing test waits so long
 KEY = "sk-Zx81-not-in-any-output"
 
 
@@ -99,14 +99,23 @@ class Revision:
         self.supervisors = []
         (self.directory / "secrets").mkdir(parents=True)
         self.document = {
-            "schema": 1, "replica": self.replica, "rank": rank, "nodes": rank + 2, "fingerprint": "f00d", "stop_seconds": 3,
-            "paths": {"state_dir": str(self.state_dir), "work_dir": str(root / "work")}, "launches": [], "gpus": [], "ready": {"any": "thing"},
+            "schema": 1,
+            "replica": self.replica,
+            "rank": rank,
+            "nodes": rank + 2,
+            "fingerprint": "f00d",
+            "stop_seconds": 3,
+            "paths": {"state_dir": str(self.state_dir), "work_dir": str(root / "work")},
+            "launches": [],
+            "gpus": [],
+            "ready": {"any": "thing"},
         }
         self.write([shell("engine", "exec sleep 300")])
 
     def write(self, launches, environment=b"PATH='/usr/bin:/bin'\n", **more):
-        self.document.update(launches=[{"env": {}, "secret_env": {}, "wait_for_leader_port": None, "wait_for_ranks": [], **launch}
-                                       for launch in launches], **more)
+        self.document.update(
+            launches=[{"env": {}, "secret_env": {}, "wait_for_leader_port": None, "wait_for_ranks": [], **launch} for launch in launches], **more
+        )
         (self.directory / "launch.json").write_text(json.dumps(self.document), encoding="utf-8")
         (self.directory / "shard.env").write_bytes(environment)
 
@@ -147,6 +156,7 @@ class Revision:
             with contextlib.suppress(FileNotFoundError):
                 state = self.state
                 return state if state["stage"] == stage and state["supervisor_pid"] == pid else None
+
         return until(there, lambda: f"stage {stage}; the log says: {self.log}")
 
     def pid_in(self, name):
@@ -176,6 +186,7 @@ def revisions(tmp_path):
         root.mkdir()
         made.append(Revision(root, **more))
         return made[-1]
+
     yield make
     for revision in made:
         revision.end()
@@ -225,8 +236,7 @@ while True: server.accept()
 
 def test_a_launch_waits_for_the_leader_port_and_starts_when_it_listens(revision):
     port, go = free_port(), revision.root / "go"
-    revision.write([python("head", LISTEN_WHEN_TOLD, port, go),
-                    shell("engine", "exec sleep 300", wait_for_leader_port={"address": "127.0.0.1", "port": port})])
+    revision.write([python("head", LISTEN_WHEN_TOLD, port, go), shell("engine", "exec sleep 300", wait_for_leader_port={"address": "127.0.0.1", "port": port})])
     process = revision.start(command=revision.faster())
     waiting = revision.reach("waiting")
     assert f"engine waits for the leader at 127.0.0.1:{port} since 20" in waiting["detail"]
@@ -243,8 +253,15 @@ def test_a_launch_waits_for_the_leader_port_and_starts_when_it_listens(revision)
 
 def test_a_launch_waits_for_every_rank(revision):
     ports = [free_port(), free_port()]
-    revision.write([shell("engine", "exec sleep 300",
-                          wait_for_ranks=[{"rank": rank, "address": f"127.0.0.{rank + 1}", "port": port} for rank, port in enumerate(ports, start=1)])])
+    revision.write(
+        [
+            shell(
+                "engine",
+                "exec sleep 300",
+                wait_for_ranks=[{"rank": rank, "address": f"127.0.0.{rank + 1}", "port": port} for rank, port in enumerate(ports, start=1)],
+            )
+        ]
+    )
     revision.start(command=revision.faster())
     assert f"rank 1 at 127.0.0.2:{ports[0]}" in revision.reach("waiting")["detail"]
     with socket.socket() as first, socket.socket() as second:
@@ -292,14 +309,14 @@ def test_waiting_is_logged_again_after_a_while_and_not_at_every_attempt(revision
 
 def test_a_stop_during_a_connection_attempt_that_gets_no_answer_is_prompt(revision):
     with listener(backlog=0) as full, contextlib.ExitStack() as clients:
-        for _ in range(4):      # a full backlog drops what comes next, as a firewall would
+        for _ in range(4):  # a full backlog drops what comes next, as a firewall would
             client = clients.enter_context(socket.socket())
             client.setblocking(False)
             client.connect_ex(full.getsockname())
         revision.write([shell("engine", "exec sleep 300", wait_for_leader_port={"address": "127.0.0.1", "port": full.getsockname()[1]})])
         process = revision.start()
         revision.reach("starting")
-        time.sleep(0.4)         # now in the attempt, which has 3 seconds
+        time.sleep(0.4)  # now in the attempt, which has 3 seconds
         process.terminate()
         began = time.monotonic()
         assert process.wait(PATIENCE) == 0
@@ -351,16 +368,39 @@ def environment_file(variables):
 def test_the_environment_is_exactly_what_the_revision_says(revision):
     """/bin/cat prints its own environment; the caller's is full of things that must not get through."""
     revision.secret("api_key", KEY.encode() + b"\n")
-    launch = {"name": "engine", "path": "/bin/cat", "args": ["/proc/self/environ"], "secret_env": {"VLLM_API_KEY": "api_key"},
-              "env": {"RANK_ONLY": "ä'$x%", "SPACES": "from the launch", "PYTHONPATH": "/opt/engine"}}
+    launch = {
+        "name": "engine",
+        "path": "/bin/cat",
+        "args": ["/proc/self/environ"],
+        "secret_env": {"VLLM_API_KEY": "api_key"},
+        "env": {"RANK_ONLY": "ä'$x%", "SPACES": "from the launch", "PYTHONPATH": "/opt/engine"},
+    }
     revision.write([launch], environment_file({**HOSTILE, b"LD_LIBRARY_PATH": b"/opt/lib", b"HOME": b"/var/empty"}))
-    caller = {"PATH": "/usr/bin:/bin", "LANG": "de_DE.ISO-8859-1", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "HOME": "/root", "LD_LIBRARY_PATH": "/caller", "FOREIGN": "1",
-              "NOTIFY_SOCKET": "/nowhere", "WATCHDOG_USEC": "1000000", "RANKZERO_SHARD": "other/1/abc"}
+    caller = {
+        "PATH": "/usr/bin:/bin",
+        "LANG": "de_DE.ISO-8859-1",
+        "LC_ALL": "C",
+        "PYTHONUTF8": "0",
+        "PYTHONCOERCECLOCALE": "0",
+        "HOME": "/root",
+        "LD_LIBRARY_PATH": "/caller",
+        "FOREIGN": "1",
+        "NOTIFY_SOCKET": "/nowhere",
+        "WATCHDOG_USEC": "1000000",
+        "RANKZERO_SHARD": "other/1/abc",
+    }
     output = subprocess.run(revision.command(), capture_output=True, env=caller, timeout=PATIENCE, check=False)
     seen = environ_of(output.stdout)
     assert seen.pop(b"RANKZERO_SHARD").decode() == f"{revision.replica}/0/{revision.state['run_id']}"
-    assert seen == {**HOSTILE, b"LD_LIBRARY_PATH": b"/opt/lib", b"HOME": b"/var/empty", b"VLLM_API_KEY": KEY.encode(),
-                    b"RANK_ONLY": "ä'$x%".encode(), b"SPACES": b"from the launch", b"PYTHONPATH": b"/opt/engine"}
+    assert seen == {
+        **HOSTILE,
+        b"LD_LIBRARY_PATH": b"/opt/lib",
+        b"HOME": b"/var/empty",
+        b"VLLM_API_KEY": KEY.encode(),
+        b"RANK_ONLY": "ä'$x%".encode(),
+        b"SPACES": b"from the launch",
+        b"PYTHONPATH": b"/opt/engine",
+    }
     assert output.returncode == 70
 
 
@@ -387,10 +427,26 @@ def test_any_text_is_read_or_refused(text):
         run_shard.parse_environment(text, "shard.env")
 
 
-@pytest.mark.parametrize("line", [
-    "NAME=hidden", "NAME='hidden", "NAME='hidden'b'", "NAME='hidden' ", " NAME='hidden'", "export NAME='hidden'", "1NAME='hidden'", "NAME='hidden'\r",
-    "hidden", "NAME=\"hidden\"", "NAME='hidden\nb'", "NAME='hidden\0b'", "NAME='hidden'\\'b'", "NA-ME='hidden'", "NAME='hidden'; id",
-])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "NAME=hidden",
+        "NAME='hidden",
+        "NAME='hidden'b'",
+        "NAME='hidden' ",
+        " NAME='hidden'",
+        "export NAME='hidden'",
+        "1NAME='hidden'",
+        "NAME='hidden'\r",
+        "hidden",
+        'NAME="hidden"',
+        "NAME='hidden\nb'",
+        "NAME='hidden\0b'",
+        "NAME='hidden'\\'b'",
+        "NA-ME='hidden'",
+        "NAME='hidden'; id",
+    ],
+)
 def test_a_line_that_is_not_one_quoted_value_is_refused_without_being_shown(line):
     with pytest.raises(run_shard.Refusal) as refusal:
         run_shard.parse_environment(f"GOOD='x'\n{line}\n", "shard.env")
@@ -401,11 +457,24 @@ def test_a_line_that_is_not_one_quoted_value_is_refused_without_being_shown(line
 
 def test_unsafe_names_are_dropped_whatever_wrote_them(revision):
     in_file = {b"LD_PRELOAD": b"/x.so", b"BASH_ENV": b"/x", b"GLIBC_TUNABLES": b"a=b", b"GCONV_PATH": b"/x", b"NOTIFY_SOCKET": b"/x", b"LISTEN_FDS": b"1"}
-    in_launch = {"LD_AUDIT": "/x.so", "ENV": "/x", "PYTHONSTARTUP": "/x", "PYTHONINSPECT": "1", "BASH_FUNC_ls": "() { id; }", "RANKZERO_SHARD": "forged/0/1",
-                 "LD_LIBRARY_PATH": "/lib", "PYTHONUNBUFFERED": "1", "PATH": "/bin", "HOME": "/h", "PYTHONPATH": "/p"}
+    in_launch = {
+        "LD_AUDIT": "/x.so",
+        "ENV": "/x",
+        "PYTHONSTARTUP": "/x",
+        "PYTHONINSPECT": "1",
+        "BASH_FUNC_ls": "() { id; }",
+        "RANKZERO_SHARD": "forged/0/1",
+        "LD_LIBRARY_PATH": "/lib",
+        "PYTHONUNBUFFERED": "1",
+        "PATH": "/bin",
+        "HOME": "/h",
+        "PYTHONPATH": "/p",
+    }
     revision.secret("preload", b"/y.so\n")
-    revision.write([{"name": "engine", "path": "/bin/cat", "args": ["/proc/self/environ"], "env": in_launch, "secret_env": {"DYLD_INSERT_LIBRARIES": "preload"}}],
-                   environment_file(in_file))
+    revision.write(
+        [{"name": "engine", "path": "/bin/cat", "args": ["/proc/self/environ"], "env": in_launch, "secret_env": {"DYLD_INSERT_LIBRARIES": "preload"}}],
+        environment_file(in_file),
+    )
     output = subprocess.run(revision.command(), capture_output=True, env={}, timeout=PATIENCE, check=False)
     seen = environ_of(output.stdout)
     assert seen.pop(b"RANKZERO_SHARD").startswith(revision.replica.encode())
@@ -450,7 +519,7 @@ def test_systemd_credentials_come_first(revision):
     output = subprocess.run(revision.command(), capture_output=True, env={"CREDENTIALS_DIRECTORY": str(credentials)}, timeout=PATIENCE, check=False)
     seen = environ_of(output.stdout)
     assert seen[b"A"] == b"from systemd"
-    assert seen[b"B"] == b"only in the revision\n"      # one newline only
+    assert seen[b"B"] == b"only in the revision\n"  # one newline only
     assert b"CREDENTIALS_DIRECTORY" not in seen
 
 
@@ -476,9 +545,17 @@ def without_privilege():
 def test_show_can_be_pasted_and_needs_no_secret(revision):
     revision.secret("api_key", KEY.encode()).chmod(0)
     (revision.root / "work dir").mkdir()
-    launches = [{"name": "head", "path": "/bin/true", "args": []},
-                {"name": "engine", "path": "/bin/cat", "args": ["/proc/self/environ", "it's $HOME"], "env": {"LATE": "1"},
-                 "secret_env": {"VLLM_API_KEY": "api_key"}, "wait_for_ranks": [{"rank": 1, "address": "127.0.0.2", "port": 50052}]}]
+    launches = [
+        {"name": "head", "path": "/bin/true", "args": []},
+        {
+            "name": "engine",
+            "path": "/bin/cat",
+            "args": ["/proc/self/environ", "it's $HOME"],
+            "env": {"LATE": "1"},
+            "secret_env": {"VLLM_API_KEY": "api_key"},
+            "wait_for_ranks": [{"rank": 1, "address": "127.0.0.2", "port": 50052}],
+        },
+    ]
     revision.write(launches, environment_file(HOSTILE), paths={"state_dir": str(revision.state_dir), "work_dir": str(revision.root / "work dir")})
     shown = revision.ask("--show", "--launch", "engine", prefix=without_privilege())
     assert shown.returncode == 0
@@ -486,7 +563,7 @@ def test_show_can_be_pasted_and_needs_no_secret(revision):
     assert b"/bin/true" not in shown.stdout
     pasted = subprocess.run(["/bin/sh"], input=shown.stdout, capture_output=True, env={"PATH": "/usr/bin:/bin", "FOREIGN": "1"}, check=False)
     assert environ_of(pasted.stdout) == {**HOSTILE, b"LATE": b"1", b"VLLM_API_KEY": b"(secret)"}
-    assert b"$HOME': No such file" in pasted.stderr       # one argument, nothing of it was expanded
+    assert b"$HOME': No such file" in pasted.stderr  # one argument, nothing of it was expanded
     names = re.findall(rb"^  ([A-Z0-9_]+)='", shown.stdout, re.MULTILINE)
     assert names == sorted(names) and len(names) == len(HOSTILE) + 2
     both = revision.ask("--show").stdout
@@ -516,14 +593,22 @@ def test_check_says_everything_that_stands_in_the_way_and_a_start_refuses(revisi
     (revision.root / "plain").chmod(0o644)
     with listener() as listening, socket.socket() as loading:
         loading.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        loading.bind(("127.0.0.1", 0))      # bound and not listening: a vLLM that loads its weights
+        loading.bind(("127.0.0.1", 0))  # bound and not listening: a vLLM that loads its weights
         taken, held = listening.getsockname()[1], loading.getsockname()[1]
         revision.write(
-            [{"name": "head", "path": str(script), "args": []}, {"name": "join", "path": str(revision.root / "plain"), "args": []},
-             {"name": "engine", "path": "/opt/gone/vllm", "args": [], "secret_env": {"K": "missing"}}],
-            listen_ports=[{"address": "0.0.0.0", "port": taken, "what": "http"}, {"address": "127.0.0.1", "port": held, "what": "leader"},
-                          {"address": "127.0.0.1", "port": free_port(), "what": "free"}],
-            addresses=["127.0.0.9"], paths={"state_dir": str(revision.state_dir), "work_dir": str(script / "work")})
+            [
+                {"name": "head", "path": str(script), "args": []},
+                {"name": "join", "path": str(revision.root / "plain"), "args": []},
+                {"name": "engine", "path": "/opt/gone/vllm", "args": [], "secret_env": {"K": "missing"}},
+            ],
+            listen_ports=[
+                {"address": "0.0.0.0", "port": taken, "what": "http"},
+                {"address": "127.0.0.1", "port": held, "what": "leader"},
+                {"address": "127.0.0.1", "port": free_port(), "what": "free"},
+            ],
+            addresses=["127.0.0.9"],
+            paths={"state_dir": str(revision.state_dir), "work_dir": str(script / "work")},
+        )
         answer = revision.ask("--check")
         lines = answer.stdout.decode().splitlines()
         not_listening = "by a process that does not listen (a loading engine, or a connection that was given this port)"
@@ -552,8 +637,10 @@ def test_an_address_that_is_not_this_hosts_is_a_finding(revision):
         pytest.skip("no private network namespace here")
     revision.write([shell("engine", "exec sleep 300")], addresses=["::1"], listen_ports=[{"address": "::1", "port": 8000, "what": "http"}])
     answer = revision.ask("--check", prefix=namespace)
-    assert answer.stdout.decode().splitlines() == ["address ::1 is not usable on this host: Cannot assign requested address",
-                                                   "port [::1]:8000 (http) cannot be bound: Cannot assign requested address"]
+    assert answer.stdout.decode().splitlines() == [
+        "address ::1 is not usable on this host: Cannot assign requested address",
+        "port [::1]:8000 (http) cannot be bound: Cannot assign requested address",
+    ]
     assert answer.returncode == 1
 
 
@@ -562,25 +649,29 @@ def test_the_rests_of_ended_connections_do_not_count_as_a_taken_port():
         port = server.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)) as client:
             accepted, _ = server.accept()
-            accepted.close()        # the server's side closes first and keeps TIME_WAIT
+            accepted.close()  # the server's side closes first and keeps TIME_WAIT
             assert client.recv(1) == b""
     error = until(lambda: run_shard.bind_error("127.0.0.1", port), "a port in TIME_WAIT")
     assert error.strerror == "Address already in use"
     assert run_shard.port_problem(run_shard.Port("127.0.0.1", port, "http")) is None
 
 
-@pytest.mark.parametrize(("uuid_known", "gpu", "missing"), [
-    ("GPU-11111111-2222", ("GPU-11111111-2222", "0000:1b:00.0"), False),
-    ("GPU-11111111-2222", ("GPU-99999999-2222", "0000:1b:00.0"), True),
-    ("GPU-????????-????", ("GPU-99999999-2222", "0000:1B:00.0"), False),
-    ("GPU-????????-????", ("GPU-99999999-2222", "0000:5c:00.0"), True),
-    ("GPU-????????-????", ("GPU-99999999-2222", None), False),
-    ("GPU-11111111-2222", ("MIG-99999999-2222", None), False),
-])
+@pytest.mark.parametrize(
+    ("uuid_known", "gpu", "missing"),
+    [
+        ("GPU-11111111-2222", ("GPU-11111111-2222", "0000:1b:00.0"), False),
+        ("GPU-11111111-2222", ("GPU-99999999-2222", "0000:1b:00.0"), True),
+        ("GPU-????????-????", ("GPU-99999999-2222", "0000:1B:00.0"), False),
+        ("GPU-????????-????", ("GPU-99999999-2222", "0000:5c:00.0"), True),
+        ("GPU-????????-????", ("GPU-99999999-2222", None), False),
+        ("GPU-11111111-2222", ("MIG-99999999-2222", None), False),
+    ],
+)
 def test_gpus_are_compared_with_the_drivers_list(tmp_path, uuid_known, gpu, missing):
     (tmp_path / "0000:1b:00.0").mkdir()
     (tmp_path / "0000:1b:00.0" / "information").write_text(
-        f"Model: \t\t NVIDIA H200\nIRQ:   \t\t 99\nGPU UUID: \t {uuid_known}\nVideo BIOS: \t ??.??.??.??.??\nBus Location: \t 0000:1b:00.0\n")
+        f"Model: \t\t NVIDIA H200\nIRQ:   \t\t 99\nGPU UUID: \t {uuid_known}\nVideo BIOS: \t ??.??.??.??.??\nBus Location: \t 0000:1b:00.0\n"
+    )
     found = run_shard.check_gpus([run_shard.Gpu(*gpu)], str(tmp_path))
     assert bool(found) is missing
     assert run_shard.check_gpus([run_shard.Gpu(*gpu)], str(tmp_path / "no-driver")) == []
@@ -600,12 +691,15 @@ def test_check_of_a_running_shard_says_so_and_leaves_its_ports_alone(revision):
 # -- exit codes
 
 
-@pytest.mark.parametrize(("engine", "code", "end"), [
-    ("exit 3", 3, {"code": 3, "signal": None}),
-    ("exit 0", 70, {"code": 0, "signal": None}),
-    ("kill -9 $$", 137, {"code": None, "signal": "SIGKILL"}),
-    ("kill -TERM $$", 143, {"code": None, "signal": "SIGTERM"}),
-])
+@pytest.mark.parametrize(
+    ("engine", "code", "end"),
+    [
+        ("exit 3", 3, {"code": 3, "signal": None}),
+        ("exit 0", 70, {"code": 0, "signal": None}),
+        ("kill -9 $$", 137, {"code": None, "signal": "SIGKILL"}),
+        ("kill -TERM $$", 143, {"code": None, "signal": "SIGTERM"}),
+    ],
+)
 def test_the_engines_end_is_the_shards_end(revision, engine, code, end):
     revision.write([shell("head", "exec sleep 300"), shell("engine", f"sleep 0.1; {engine}")])
     (revision.root / "run").mkdir()
@@ -687,7 +781,7 @@ def test_a_stop_ends_daemons_and_children_that_ignore_sigterm(revision):
         process.terminate()
         time.sleep(0.1)
         process.terminate()
-        process.send_signal(signal.SIGHUP)      # a second stop skips nothing
+        process.send_signal(signal.SIGHUP)  # a second stop skips nothing
         assert process.wait(PATIENCE) == 0
         assert not [pid for pid in pids if alive(pid)]
         assert other.poll() is None
@@ -725,8 +819,10 @@ def test_a_signal_does_not_reach_a_later_process_of_the_same_pid():
 
 def test_an_engine_that_ignores_sigterm_leaves_its_sidecars_time_to_end(revision):
     obedient = 'trap "sleep 0.12; echo told > $1; exit 0" TERM; while :; do sleep 0.05; done'
-    revision.write([shell("head", obedient, revision.root / "told"), shell("engine", 'trap "" TERM; echo $$ > $1; while :; do sleep 0.05; done',
-                                                                           revision.root / "pid")], stop_seconds=1)
+    revision.write(
+        [shell("head", obedient, revision.root / "told"), shell("engine", 'trap "" TERM; echo $$ > $1; while :; do sleep 0.05; done', revision.root / "pid")],
+        stop_seconds=1,
+    )
     process = revision.start()
     revision.pid_in("pid")
     process.terminate()
@@ -736,8 +832,9 @@ def test_an_engine_that_ignores_sigterm_leaves_its_sidecars_time_to_end(revision
 
 
 def test_an_engine_that_ignores_sigterm_is_killed_in_bounded_time(revision):
-    revision.write([shell("head", "exec sleep 300"), shell("engine", 'trap "" TERM; echo $$ > $1; while :; do sleep 0.05; done', revision.root / "pid")],
-                   stop_seconds=0.6)
+    revision.write(
+        [shell("head", "exec sleep 300"), shell("engine", 'trap "" TERM; echo $$ > $1; while :; do sleep 0.05; done', revision.root / "pid")], stop_seconds=0.6
+    )
     process = revision.start()
     pid = revision.pid_in("pid")
     began = time.monotonic()
@@ -769,8 +866,12 @@ def test_killing_run_shard_ends_its_launches_and_the_next_start_ends_the_rest(re
     first = revision.start()
     pids = [entry["pid"] for entry in revision.reach("running")["launches"]]
     worker_pid, old = revision.pid_in("worker"), revision.state["run_id"]
-    strangers = [{"RANKZERO_SHARD": f"{revision.replica}/1/{old}"}, {"RANKZERO_SHARD": f"{revision.replica}/0"},
-                 {"RANKZERO_SHARD": f"x{revision.replica}/0/{old}"}, {"NOT_RANKZERO_SHARD": f"{revision.replica}/0/{old}"}]
+    strangers = [
+        {"RANKZERO_SHARD": f"{revision.replica}/1/{old}"},
+        {"RANKZERO_SHARD": f"{revision.replica}/0"},
+        {"RANKZERO_SHARD": f"x{revision.replica}/0/{old}"},
+        {"NOT_RANKZERO_SHARD": f"{revision.replica}/0/{old}"},
+    ]
     with contextlib.ExitStack() as stack:
         others = [stack.enter_context(bystander(environ)) for environ in strangers]
         first.kill()
@@ -782,8 +883,15 @@ def test_killing_run_shard_ends_its_launches_and_the_next_start_ends_the_rest(re
         assert not alive(worker_pid)
         assert [other.poll() for other in others] == [None] * 4
     assert f"process {worker_pid} (" in revision.log and f"is left of run {revision.replica}/0/{old}: ending it" in revision.log
-    assert state["last_end"] == {"launch": None, "code": None, "signal": None, "at": None, "rank": 0, "kind": "supervisor",
-                                 "reason": f"run_shard.py of run {old} was killed (SIGKILL) or crashed in stage running"}
+    assert state["last_end"] == {
+        "launch": None,
+        "code": None,
+        "signal": None,
+        "at": None,
+        "rank": 0,
+        "kind": "supervisor",
+        "reason": f"run_shard.py of run {old} was killed (SIGKILL) or crashed in stage running",
+    }
     assert state["restarts"] == 1 and state["run_id"] != old
 
 
@@ -823,8 +931,27 @@ def test_state_is_complete_readable_and_counts_restarts(revision):
         os.umask(before)
     assert process.wait(PATIENCE) == 3
     first = revision.state
-    assert set(first) == {"schema", "replica", "rank", "fingerprint", "run_id", "boot_id", "stage", "detail", "stage_since", "started_at", "supervisor_pid",
-                          "launches", "restarts", "last_end", "run_number", "run_port", "failures", "tie", "own_end"}
+    assert set(first) == {
+        "schema",
+        "replica",
+        "rank",
+        "fingerprint",
+        "run_id",
+        "boot_id",
+        "stage",
+        "detail",
+        "stage_since",
+        "started_at",
+        "supervisor_pid",
+        "launches",
+        "restarts",
+        "last_end",
+        "run_number",
+        "run_port",
+        "failures",
+        "tie",
+        "own_end",
+    }
     assert re.fullmatch("[0-9a-f]{12}", first["run_id"])
     assert first["restarts"] == 0 and first["started_at"] <= first["stage_since"] <= time.time()
     assert stat.S_IMODE((revision.state_dir / "state.json").stat().st_mode) == 0o644
@@ -943,6 +1070,7 @@ def test_a_service_manager_that_is_gone_does_not_matter(revision):
 
 def edit(path, value):
     """A change of the valid document: the value at this path, or its absence for `...`."""
+
     def change(document):
         *above, last = path
         for step in above:
@@ -951,39 +1079,43 @@ def edit(path, value):
             del document[last]
         else:
             document[last] = value
+
     return change
 
 
-@pytest.mark.parametrize(("change", "says"), [
-    (edit(["schema"], 2), "launch.json has schema 2, this run_shard.py reads schema 1"),
-    (edit(["schema"], True), "launch.json.schema must be an integer"),
-    (edit(["replica"], "../x"), "launch.json.replica must be a name"),
-    (edit(["rank"], 2), "launch.json.rank must be an integer, 0 to 1"),
-    (edit(["rank"], "0"), "launch.json.rank must be an integer, 0 to 1"),
-    (edit(["fingerprint"], ...), "launch.json.fingerprint must be a string"),
-    (edit(["paths"], None), "launch.json.paths must be an object"),
-    (edit(["paths", "state_dir"], "run"), "launch.json.paths.state_dir must be an absolute path"),
-    (edit(["launches"], []), "launch.json.launches must not be empty"),
-    (edit(["launches"], {}), "launch.json.launches must be a list"),
-    (edit(["launches", 0], "x"), "launch.json.launches[0] must be an object"),
-    (edit(["launches", 0, "name"], "a b"), "launch.json.launches[0].name must be a name"),
-    (edit(["launches", 0, "path"], "vllm"), "launch.json.launches[0].path must be an absolute path"),
-    (edit(["launches", 0, "args"], "serve"), "launch.json.launches[0].args must be a list"),
-    (edit(["launches", 0, "args"], ["a", 1]), "launch.json.launches[0].args[1] must be a string"),
-    (edit(["launches", 0, "args"], ["a\0b"]), "launch.json.launches[0].args[0] holds a NUL character"),
-    (edit(["launches", 0, "args"], ["\ud800"]), "launch.json.launches[0].args[0] holds a character that is not Unicode text"),
-    (edit(["launches", 0, "env"], {"A B": "c"}), "launch.json.launches[0].env has a key that is not a variable name"),
-    (edit(["launches", 0, "env"], {"A": 1}), "launch.json.launches[0].env.A must be a string of one line"),
-    (edit(["launches", 0, "env"], {"A": "x\ny"}), "launch.json.launches[0].env.A must be a string of one line"),
-    (edit(["launches", 0, "secret_env"], {"A": "../../etc/shadow"}), "launch.json.launches[0].secret_env.A must be the name of a file in secrets/"),
-    (edit(["launches", 0, "wait_for_leader_port"], {"address": "leader.example", "port": 1}), "wait_for_leader_port.address must be an IP address"),
-    (edit(["launches", 0, "wait_for_leader_port"], {"address": "127.0.0.1", "port": 65536}), "wait_for_leader_port.port must be an integer, 1 to 65535"),
-    (edit(["launches", 0, "wait_for_ranks"], [{"rank": -1}]), "launch.json.launches[0].wait_for_ranks[0].rank must be an integer, at least 0"),
-    (edit(["stop_seconds"], float("nan")), "launch.json.stop_seconds must be a number of seconds"),
-    (edit(["gpus"], [{"uuid": None}]), "launch.json.gpus[0].uuid must be a string"),
-    (edit(["listen_ports"], [{"address": "127.0.0.1", "port": 1}]), "launch.json.listen_ports[0].what must be a string"),
-    (edit(["addresses"], [7]), "launch.json.addresses[0] must be an IP address"),
-])
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (edit(["schema"], 2), "launch.json has schema 2, this run_shard.py reads schema 1"),
+        (edit(["schema"], True), "launch.json.schema must be an integer"),
+        (edit(["replica"], "../x"), "launch.json.replica must be a name"),
+        (edit(["rank"], 2), "launch.json.rank must be an integer, 0 to 1"),
+        (edit(["rank"], "0"), "launch.json.rank must be an integer, 0 to 1"),
+        (edit(["fingerprint"], ...), "launch.json.fingerprint must be a string"),
+        (edit(["paths"], None), "launch.json.paths must be an object"),
+        (edit(["paths", "state_dir"], "run"), "launch.json.paths.state_dir must be an absolute path"),
+        (edit(["launches"], []), "launch.json.launches must not be empty"),
+        (edit(["launches"], {}), "launch.json.launches must be a list"),
+        (edit(["launches", 0], "x"), "launch.json.launches[0] must be an object"),
+        (edit(["launches", 0, "name"], "a b"), "launch.json.launches[0].name must be a name"),
+        (edit(["launches", 0, "path"], "vllm"), "launch.json.launches[0].path must be an absolute path"),
+        (edit(["launches", 0, "args"], "serve"), "launch.json.launches[0].args must be a list"),
+        (edit(["launches", 0, "args"], ["a", 1]), "launch.json.launches[0].args[1] must be a string"),
+        (edit(["launches", 0, "args"], ["a\0b"]), "launch.json.launches[0].args[0] holds a NUL character"),
+        (edit(["launches", 0, "args"], ["\ud800"]), "launch.json.launches[0].args[0] holds a character that is not Unicode text"),
+        (edit(["launches", 0, "env"], {"A B": "c"}), "launch.json.launches[0].env has a key that is not a variable name"),
+        (edit(["launches", 0, "env"], {"A": 1}), "launch.json.launches[0].env.A must be a string of one line"),
+        (edit(["launches", 0, "env"], {"A": "x\ny"}), "launch.json.launches[0].env.A must be a string of one line"),
+        (edit(["launches", 0, "secret_env"], {"A": "../../etc/shadow"}), "launch.json.launches[0].secret_env.A must be the name of a file in secrets/"),
+        (edit(["launches", 0, "wait_for_leader_port"], {"address": "leader.example", "port": 1}), "wait_for_leader_port.address must be an IP address"),
+        (edit(["launches", 0, "wait_for_leader_port"], {"address": "127.0.0.1", "port": 65536}), "wait_for_leader_port.port must be an integer, 1 to 65535"),
+        (edit(["launches", 0, "wait_for_ranks"], [{"rank": -1}]), "launch.json.launches[0].wait_for_ranks[0].rank must be an integer, at least 0"),
+        (edit(["stop_seconds"], float("nan")), "launch.json.stop_seconds must be a number of seconds"),
+        (edit(["gpus"], [{"uuid": None}]), "launch.json.gpus[0].uuid must be a string"),
+        (edit(["listen_ports"], [{"address": "127.0.0.1", "port": 1}]), "launch.json.listen_ports[0].what must be a string"),
+        (edit(["addresses"], [7]), "launch.json.addresses[0] must be an IP address"),
+    ],
+)
 def test_a_damaged_launch_file_is_one_clear_line(revision, capfd, change, says):
     revision.write([shell("engine", "exec sleep 300")])
     change(revision.document)
@@ -994,15 +1126,18 @@ def test_a_damaged_launch_file_is_one_clear_line(revision, capfd, change, says):
     assert not revision.state_dir.exists()
 
 
-@pytest.mark.parametrize(("name", "content", "says"), [
-    ("launch.json", b"{", "launch.json is damaged: not JSON"),
-    ("launch.json", b"[" * 100000, "launch.json is damaged: not JSON"),
-    ("launch.json", b"[]", "launch.json must be an object"),
-    ("launch.json", b'{"replica": "\xff"}', "launch.json is damaged: byte 13 is not UTF-8"),
-    ("launch.json", None, "launch.json cannot be read: No such file or directory"),
-    ("shard.env", None, "shard.env cannot be read: No such file or directory"),
-    ("shard.env", b"A='x\ny'\n", "shard.env is damaged: line 1 is not NAME='value' on one line"),
-])
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("launch.json", b"{", "launch.json is damaged: not JSON"),
+        ("launch.json", b"[" * 100000, "launch.json is damaged: not JSON"),
+        ("launch.json", b"[]", "launch.json must be an object"),
+        ("launch.json", b'{"replica": "\xff"}', "launch.json is damaged: byte 13 is not UTF-8"),
+        ("launch.json", None, "launch.json cannot be read: No such file or directory"),
+        ("shard.env", None, "shard.env cannot be read: No such file or directory"),
+        ("shard.env", b"A='x\ny'\n", "shard.env is damaged: line 1 is not NAME='value' on one line"),
+    ],
+)
 def test_a_damaged_file_ends_the_program_with_78(revision, name, content, says):
     revision.write([shell("engine", "exec sleep 300")])
     if content is None:
@@ -1034,8 +1169,12 @@ def test_the_default_directory_is_the_scripts_own_through_links(revision):
 @pytest.mark.skipif(PYTHON_39 is None, reason="no Python 3.9 on this machine")
 def test_python_3_9_runs_it(revision):
     revision.secret("api_key", KEY.encode())
-    revision.write([shell("head", "exec sleep 300"), python("engine", TREE, revision.root, 300, secret_env={"K": "api_key"})], stop_seconds=0.5,
-                   listen_ports=[{"address": "127.0.0.1", "port": free_port(), "what": "http"}], addresses=["127.0.0.1"])
+    revision.write(
+        [shell("head", "exec sleep 300"), python("engine", TREE, revision.root, 300, secret_env={"K": "api_key"})],
+        stop_seconds=0.5,
+        listen_ports=[{"address": "127.0.0.1", "port": free_port(), "what": "http"}],
+        addresses=["127.0.0.1"],
+    )
     for action in ("--show", "--check"):
         assert subprocess.run(revision.command(action, interpreter=PYTHON_39), capture_output=True, env={}, check=False).returncode == 0
     process = revision.start(command=revision.command(interpreter=PYTHON_39))
@@ -1055,7 +1194,7 @@ def test_processes_are_read_with_any_name(tmp_path):
 
 
 TIE_KEY = b"0123456789abcdef" * 4
-SILENT = 1.5        # seconds
+SILENT = 1.5  # seconds
 
 
 class Ranks:
@@ -1067,9 +1206,19 @@ class Ranks:
         self.ranks = [first, *(revisions(replica=first.replica, rank=rank) for rank in range(1, count))]
         for rank, revision in enumerate(self.ranks):
             revision.secret("tie_key", secret)
-            revision.write([engine(rank) if engine is not None else shell("engine", "exec sleep 300")], nodes=count, stop_seconds=stop_seconds,
-                           tie={"address": "127.0.0.1", "port": self.port, "secret": "tie_key", "silent_seconds": silent, "run_ports": [self.first + slot for slot in range(10)]},
-                           restart=restart or {"limit": 3, "window_seconds": 600, "backoff": [0.1, 0.2]})
+            revision.write(
+                [engine(rank) if engine is not None else shell("engine", "exec sleep 300")],
+                nodes=count,
+                stop_seconds=stop_seconds,
+                tie={
+                    "address": "127.0.0.1",
+                    "port": self.port,
+                    "secret": "tie_key",
+                    "silent_seconds": silent,
+                    "run_ports": [self.first + slot for slot in range(10)],
+                },
+                restart=restart or {"limit": 3, "window_seconds": 600, "backoff": [0.1, 0.2]},
+            )
 
     def __getitem__(self, rank):
         return self.ranks[rank]
@@ -1095,12 +1244,17 @@ class Ranks:
 
     def running(self, other_than=None):
         """Until all ranks run in one run, a later one than `other_than`; its id."""
+
         def there():
             states = self.states()
             ids = {state["run_id"] for state in states}
             same = len(states) == len(self.ranks) and len(ids) == 1 and ids != {other_than} and {state["stage"] for state in states} == {"running"}
             return same and states[0]["run_id"]
-        return until(there, lambda: f"one run on all ranks ({[(state['stage'], state['detail']) for state in self.states()]}; {[revision.log for revision in self.ranks]})")
+
+        return until(
+            there,
+            lambda: f"one run on all ranks ({[(state['stage'], state['detail']) for state in self.states()]}; {[revision.log for revision in self.ranks]})",
+        )
 
     def pids(self):
         return [state["launches"][-1]["pid"] for state in self.states()]
@@ -1273,7 +1427,9 @@ def test_after_the_limit_all_ranks_are_failed_and_say_why(ranks):
 
 
 def test_the_pauses_between_runs_grow(ranks):
-    replica = ranks(2, engine=lambda rank: shell("engine", "exit 7" if rank else "exec sleep 300"), restart={"limit": 3, "window_seconds": 60, "backoff": [0.3, 1.0]}).start()
+    replica = ranks(
+        2, engine=lambda rank: shell("engine", "exit 7" if rank else "exec sleep 300"), restart={"limit": 3, "window_seconds": 60, "backoff": [0.3, 1.0]}
+    ).start()
     replica[0].reach("restarting")
     assert "run 2 starts at 20" in replica[0].state["detail"] and "rank 1: engine engine ended with exit code 7" in replica[0].state["detail"]
     began = time.monotonic()
@@ -1321,9 +1477,19 @@ def test_the_rendezvous_moves_with_the_run_and_nothing_else_does(ranks):
         args = ["-IS", "-c", MEET, str(replica.first), str(rank), operators, "{leader_port}"]
         ports = [replica.first + slot for slot in range(10)]
         more = {"wait_for_leader_port": {"address": "127.0.0.1", "port": replica.first, "ports": ports}} if rank else {}
-        replica[rank].write([{"name": "engine", "path": sys.executable, "args": args, "run_args": [{"position": 3, "values": list(map(str, ports))}],
-                              "run_env": [{"name": "RAY_ADDRESS", "values": [f"127.0.0.1:{port}" for port in ports]}], **more}],
-                            listen_ports=[] if rank else [{"address": "127.0.0.1", "port": replica.first, "what": "the ranks' rendezvous", "ports": ports}])
+        replica[rank].write(
+            [
+                {
+                    "name": "engine",
+                    "path": sys.executable,
+                    "args": args,
+                    "run_args": [{"position": 3, "values": list(map(str, ports))}],
+                    "run_env": [{"name": "RAY_ADDRESS", "values": [f"127.0.0.1:{port}" for port in ports]}],
+                    **more,
+                }
+            ],
+            listen_ports=[] if rank else [{"address": "127.0.0.1", "port": replica.first, "what": "the ranks' rendezvous", "ports": ports}],
+        )
     replica.start()
     old = None
     for number in (1, 2, 3):
@@ -1355,9 +1521,14 @@ def test_a_rank_with_another_secret_is_refused_and_logged(ranks):
     assert not [text for text in (replica[0].log, replica[1].log, json.dumps(replica.states())) if "f" * 64 in text or TIE_KEY.decode() in text]
 
 
-@pytest.mark.parametrize(("field", "value", "says"), [
-    ("fingerprint", "beef", "fingerprint beef is not f00d"), ("replica", "another", "replica another is not"), ("nodes", 3, "nodes 3 is not 2"),
-])
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("fingerprint", "beef", "fingerprint beef is not f00d"),
+        ("replica", "another", "replica another is not"),
+        ("nodes", 3, "nodes 3 is not 2"),
+    ],
+)
 def test_a_rank_of_another_replica_or_revision_is_refused_and_logged(ranks, field, value, says):
     replica = ranks(2)
     replica.change(1, **{field: value})
@@ -1396,11 +1567,22 @@ class Dialer:
         self.socket = socket.create_connection(("127.0.0.1", replica.port), timeout=PATIENCE)
         self.stream = self.socket.makefile("rb")
         self.greeting = self.stream.readline()
-        self.nonce = self.greeting[len(run_shard.TIE_GREETING):].strip()
+        self.nonce = self.greeting[len(run_shard.TIE_GREETING) :].strip()
         self.own = run_shard.nonce()
         self.session = run_shard.Session(key, self.nonce, self.own, False)
-        self.hello = {"type": "hello", "replica": replica[0].replica, "rank": rank, "nodes": len(replica), "fingerprint": "f00d", "nonce": self.own.decode(),
-                      "number": 0, "run": None, "seen": None, "cause": None, **more}
+        self.hello = {
+            "type": "hello",
+            "replica": replica[0].replica,
+            "rank": rank,
+            "nodes": len(replica),
+            "fingerprint": "f00d",
+            "nonce": self.own.decode(),
+            "number": 0,
+            "run": None,
+            "seen": None,
+            "cause": None,
+            **more,
+        }
 
     def greet(self):
         self.socket.sendall(run_shard.sealed(self.key, [b"hello", self.nonce], self.hello))
@@ -1424,17 +1606,28 @@ def dial(ranks):
     def make(**more):
         made.append(Dialer(replica, **more))
         return made[-1]
+
     make.replica = replica
     yield make
     for one in made:
         one.close()
 
 
-@pytest.mark.parametrize(("field", "value", "says"), [
-    ("run", "abcdef012345", "its run abcdef012345 is over"), ("run", "not hex", "a run that is none"), ("rank", 0, "rank 0 is none of the followers'"),
-    ("rank", 2, "rank 2 is none"), ("rank", True, "rank True is none"), ("rank", "1", "rank 1 is none"), ("number", -1, "a damaged number"), ("number", 2**60, "a damaged number"),
-    ("cause", 7, "a cause that is none"), ("cause", {"rank": "1", "kind": "launch", "reason": "x"}, "a cause that is none"),
-])
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("run", "abcdef012345", "its run abcdef012345 is over"),
+        ("run", "not hex", "a run that is none"),
+        ("rank", 0, "rank 0 is none of the followers'"),
+        ("rank", 2, "rank 2 is none"),
+        ("rank", True, "rank True is none"),
+        ("rank", "1", "rank 1 is none"),
+        ("number", -1, "a damaged number"),
+        ("number", 2**60, "a damaged number"),
+        ("cause", 7, "a cause that is none"),
+        ("cause", {"rank": "1", "kind": "launch", "reason": "x"}, "a cause that is none"),
+    ],
+)
 def test_a_hello_that_cannot_be_is_refused_with_the_reason(dial, field, value, says):
     answer = dial(**{field: value}).greet()
     assert answer["type"] == "refused" and says in answer["why"]
@@ -1462,7 +1655,7 @@ def test_garbage_is_refused_and_closed(dial, garbage):
 
 def test_endless_input_is_cut_off(dial):
     one = dial()
-    with pytest.raises(OSError):        # noqa: PT011 (a reset or a broken pipe)
+    with pytest.raises(OSError):  # noqa: PT011 (a reset or a broken pipe)
         for _ in range(10000):
             one.socket.sendall(b"x" * 65536)
     until(lambda: "a line of more than 4096 bytes" in dial.replica[0].log, "the log")
@@ -1505,7 +1698,7 @@ def test_a_second_connection_of_the_same_run_takes_over_without_ending_it(dial):
     time.sleep(0.3)
     assert dial.replica[0].state["stage"] == "running" and dial.replica[0].state["run_id"] == run
     assert dial(run="a" * 12, seen="a" * 12, number=1).greet()["type"] == "refused"
-    assert dial().greet() == {"type": "welcome"}        # without its run: the host was started again
+    assert dial().greet() == {"type": "welcome"}  # without its run: the host was started again
     until(lambda: dial.replica[0].state["last_end"], "the end of the run")
     assert "came back without its run" in dial.replica[0].state["last_end"]["reason"]
 
@@ -1526,11 +1719,18 @@ def gpus(revision, nvml_library):
     path = revision.root / "nvml"
 
     def write(*more):
-        lines = ["driver 580.95.05", "cuda 13000", *(f'gpu {index} name="NVIDIA H100" uuid={name} total=81559MiB reserved=551MiB cc=9.0' for index, name in enumerate(uuids))]
+        lines = [
+            "driver 580.95.05",
+            "cuda 13000",
+            *(f'gpu {index} name="NVIDIA H100" uuid={name} total=81559MiB reserved=551MiB cc=9.0' for index, name in enumerate(uuids)),
+        ]
         path.with_suffix(".new").write_text("\n".join([*lines, *more]) + "\n")
         path.with_suffix(".new").replace(path)
+
     write()
-    revision.write([shell("engine", "exec sleep 300")], gpus=[{"uuid": name, "index": index} for index, name in enumerate(uuids)], paths=revision.document["paths"])
+    revision.write(
+        [shell("engine", "exec sleep 300")], gpus=[{"uuid": name, "index": index} for index, name in enumerate(uuids)], paths=revision.document["paths"]
+    )
     write.environ = {"LD_LIBRARY_PATH": nvml_library, "FAKE_NVML_STATE": str(path)}
     write.uuids = uuids
     return write
@@ -1547,7 +1747,9 @@ def test_memory_of_others_is_named_and_refused_and_never_ended(revision, gpus):
         gpus(f"proc gpu=1 pid={other.pid} mib=7000")
         assert revision.run(environ=gpus.environ) == 69
         detail = revision.state["detail"]
-        assert re.search(rf"GPU {gpus.uuids[1]} is held by process {other.pid} \((/bin/sh -c exec )?sleep 300, user \w+\) with 7000 MiB since 20\d\d-", detail), detail
+        assert re.search(
+            rf"GPU {gpus.uuids[1]} is held by process {other.pid} \((/bin/sh -c exec )?sleep 300, user \w+\) with 7000 MiB since 20\d\d-", detail
+        ), detail
         assert revision.state["stage"] == "failed" and revision.state["launches"] == [] and other.poll() is None
         checked = subprocess.run(revision.command("--check"), capture_output=True, env=gpus.environ, timeout=PATIENCE, check=False)
         assert f"is held by process {other.pid} (".encode() in checked.stdout and checked.returncode == 1
@@ -1598,24 +1800,27 @@ def test_a_driver_that_hangs_does_not_hang_a_stop(revision, gpus):
 # -- damaged ties
 
 
-@pytest.mark.parametrize(("change", "says"), [
-    (edit(["tie"], "x"), "launch.json.tie must be an object"),
-    (edit(["tie", "address"], "leader"), "launch.json.tie.address must be an IP address"),
-    (edit(["tie", "port"], 0), "launch.json.tie.port must be an integer, 1 to 65535"),
-    (edit(["tie", "secret"], "../x"), "launch.json.tie.secret must be the name of a file in secrets/"),
-    (edit(["tie", "silent_seconds"], 0), "launch.json.tie.silent_seconds must be at least 0.2"),
-    (edit(["tie", "run_ports"], []), "launch.json.tie.run_ports must not be empty"),
-    (edit(["tie", "run_ports"], [1, "2"]), "launch.json.tie.run_ports[1] must be an integer, 1 to 65535"),
-    (edit(["restart"], {"limit": 0}), "launch.json.restart.limit must be an integer, at least 1"),
-    (edit(["restart"], {"limit": 1, "backoff": [-1]}), "launch.json.restart.backoff[0] must be a number of seconds"),
-    (edit(["launches", 0, "run_args"], [{"position": 9, "values": ["x"] * 10}]), "run_args[0].position must be an integer, 0 to 2"),
-    (edit(["launches", 0, "run_args"], [{"position": 1, "values": ["x"] * 10}]), "run_args[0].values must begin with args[1]"),
-    (edit(["launches", 0, "run_args"], [{"position": 1, "values": ["x"]}]), "run_args[0].values must be one for each of tie.run_ports"),
-    (edit(["launches", 0, "run_env"], [{"name": "A B", "values": ["x"] * 10}]), "run_env[0].name must be the name of a variable"),
-    (edit(["launches", 0, "run_env"], [{"name": "A", "values": [1] * 10}]), "run_env[0].values[0] must be a string"),
-    (edit(["launches", 0, "wait_for_leader_port"], {"address": "127.0.0.1", "port": 1, "ports": [1]}), "wait_for_leader_port.ports must be one for each"),
-    (edit(["listen_ports"], [{"address": "127.0.0.1", "port": 1, "what": "x", "ports": [1]}]), "listen_ports[0].ports must be one for each"),
-])
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (edit(["tie"], "x"), "launch.json.tie must be an object"),
+        (edit(["tie", "address"], "leader"), "launch.json.tie.address must be an IP address"),
+        (edit(["tie", "port"], 0), "launch.json.tie.port must be an integer, 1 to 65535"),
+        (edit(["tie", "secret"], "../x"), "launch.json.tie.secret must be the name of a file in secrets/"),
+        (edit(["tie", "silent_seconds"], 0), "launch.json.tie.silent_seconds must be at least 0.2"),
+        (edit(["tie", "run_ports"], []), "launch.json.tie.run_ports must not be empty"),
+        (edit(["tie", "run_ports"], [1, "2"]), "launch.json.tie.run_ports[1] must be an integer, 1 to 65535"),
+        (edit(["restart"], {"limit": 0}), "launch.json.restart.limit must be an integer, at least 1"),
+        (edit(["restart"], {"limit": 1, "backoff": [-1]}), "launch.json.restart.backoff[0] must be a number of seconds"),
+        (edit(["launches", 0, "run_args"], [{"position": 9, "values": ["x"] * 10}]), "run_args[0].position must be an integer, 0 to 2"),
+        (edit(["launches", 0, "run_args"], [{"position": 1, "values": ["x"] * 10}]), "run_args[0].values must begin with args[1]"),
+        (edit(["launches", 0, "run_args"], [{"position": 1, "values": ["x"]}]), "run_args[0].values must be one for each of tie.run_ports"),
+        (edit(["launches", 0, "run_env"], [{"name": "A B", "values": ["x"] * 10}]), "run_env[0].name must be the name of a variable"),
+        (edit(["launches", 0, "run_env"], [{"name": "A", "values": [1] * 10}]), "run_env[0].values[0] must be a string"),
+        (edit(["launches", 0, "wait_for_leader_port"], {"address": "127.0.0.1", "port": 1, "ports": [1]}), "wait_for_leader_port.ports must be one for each"),
+        (edit(["listen_ports"], [{"address": "127.0.0.1", "port": 1, "what": "x", "ports": [1]}]), "listen_ports[0].ports must be one for each"),
+    ],
+)
 def test_a_damaged_tie_is_one_clear_line(ranks, capfd, change, says):
     replica = ranks(2)
     change(replica[0].document)

@@ -49,7 +49,11 @@ def test_the_key_is_in_private_files_and_nowhere_else(revision: pathlib.Path) ->
 
 def test_systemd_hands_over_both_secrets(revision: pathlib.Path) -> None:
     unit = (revision / "inference-glm.service").read_text()
-    assert [line.partition(":")[0] for line in unit.splitlines() if line.startswith("LoadCredential=")] == ["LoadCredential=api_key", "LoadCredential=sglang.yaml", "LoadCredential=tie_key"]
+    assert [line.partition(":")[0] for line in unit.splitlines() if line.startswith("LoadCredential=")] == [
+        "LoadCredential=api_key",
+        "LoadCredential=sglang.yaml",
+        "LoadCredential=tie_key",
+    ]
 
 
 def test_show_prints_where_the_file_is_and_not_what_is_in_it(revision: pathlib.Path) -> None:
@@ -61,8 +65,24 @@ def handmade(tmp_path: pathlib.Path, **launch: Any) -> pathlib.Path:
     """A revision whose engine copies the file that its first argument names, and ends."""
     directory = tmp_path / "revision"
     (directory / "secrets").mkdir(parents=True)
-    entry = {"name": "copy", "path": "/bin/cp", "args": ["secrets/x.yaml", str(tmp_path / "out")], "env": {}, "secret_env": {}, "secret_args": [{"position": 0, "secret": "x.yaml"}], **launch}
-    document = {"schema": 1, "replica": "r", "rank": 0, "nodes": 1, "fingerprint": "f", "paths": {"state_dir": str(tmp_path / "state"), "work_dir": str(tmp_path / "work")}, "launches": [entry]}
+    entry = {
+        "name": "copy",
+        "path": "/bin/cp",
+        "args": ["secrets/x.yaml", str(tmp_path / "out")],
+        "env": {},
+        "secret_env": {},
+        "secret_args": [{"position": 0, "secret": "x.yaml"}],
+        **launch,
+    }
+    document = {
+        "schema": 1,
+        "replica": "r",
+        "rank": 0,
+        "nodes": 1,
+        "fingerprint": "f",
+        "paths": {"state_dir": str(tmp_path / "state"), "work_dir": str(tmp_path / "work")},
+        "launches": [entry],
+    }
     (directory / "launch.json").write_text(json.dumps(document))
     (directory / "shard.env").write_text("PATH='/usr/bin:/bin'\n")
     return directory
@@ -84,7 +104,16 @@ def test_a_secret_file_that_is_not_there_stops_the_start(tmp_path: pathlib.Path)
     assert checked.returncode != 0 and "x.yaml" in checked.stdout + checked.stderr
 
 
-@pytest.mark.parametrize("entry", [{"position": 2, "secret": "x.yaml"}, {"position": -1, "secret": "x.yaml"}, {"position": 0, "secret": "../shard.env"}, {"position": "0", "secret": "x.yaml"}, {"position": 0}])
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"position": 2, "secret": "x.yaml"},
+        {"position": -1, "secret": "x.yaml"},
+        {"position": 0, "secret": "../shard.env"},
+        {"position": "0", "secret": "x.yaml"},
+        {"position": 0},
+    ],
+)
 def test_a_damaged_place_is_refused(tmp_path: pathlib.Path, entry: dict[str, Any]) -> None:
     shown = run(handmade(tmp_path, secret_args=[entry]), "--show")
     assert shown.returncode == 78 and "secret_args[0]" in shown.stdout + shown.stderr

@@ -34,9 +34,18 @@ def problems(*args: str, **more: Any) -> list[str]:
 
 # ---- ranks
 
+
 def test_one_node_has_no_rendezvous_address() -> None:
     launch = made.engine(made.good(profile(args=["--context-length", "4096"]))[0])
-    assert launch["path"] == "/opt/sglang/bin/sglang" and launch["args"][:7] == ["serve", "--model-type", "llm", "--model-path", "/models/glm", "--context-length", "4096"]
+    assert launch["path"] == "/opt/sglang/bin/sglang" and launch["args"][:7] == [
+        "serve",
+        "--model-type",
+        "llm",
+        "--model-path",
+        "/models/glm",
+        "--context-length",
+        "4096",
+    ]
     assert not {"--dist-init-addr", "--nnodes", "--node-rank"} & set(launch["args"]) and "SGLANG_ZMQ_ALLOWED_PEERS" not in launch["env"]
     assert made.value(launch, "--host") == "10.0.0.1" and made.value(launch, "--device") == "cuda" and "--enable-metrics" in launch["args"]
 
@@ -45,18 +54,34 @@ def test_one_node_has_no_rendezvous_address() -> None:
 def test_several_nodes_always_have_the_address_and_a_timeout(nodes: int) -> None:
     for shard in made.good(profile(nodes)):
         launch = made.engine(shard)
-        assert [made.value(launch, option) for option in ("--nnodes", "--node-rank", "--dist-init-addr", "--dist-timeout")] == [str(nodes), str(shard["rank"]), "10.0.0.1:29500", "600"]
+        assert [made.value(launch, option) for option in ("--nnodes", "--node-rank", "--dist-init-addr", "--dist-timeout")] == [
+            str(nodes),
+            str(shard["rank"]),
+            "10.0.0.1:29500",
+            "600",
+        ]
         address = f"10.0.0.{shard['rank'] + 1}"
         assert launch["env"]["SGLANG_HOST_IP"] == made.value(launch, "--host") == address
         assert launch["env"]["SGLANG_ZMQ_ALLOWED_PEERS"] == ",".join(f"10.0.0.{number}" for number in range(1, nodes + 1))
         assert launch["env"]["SPT_NOENV"] == "1" and launch["env"]["SGLANG_CACHE_DIR"].startswith("/var/lib/rankzero/glm/")
 
 
-@pytest.mark.parametrize(("nodes", "tp", "pp", "hangs"), [
-    (2, 16, 1, False), (2, 8, 2, False), (4, 16, 2, False), (4, 8, 4, False), (2, 4, 4, False), (3, 8, 3, False), (4, 32, 1, False),
-    (3, 12, 2, True),       # 24 GPUs: tp x pp divides by nodes, which is all that SGLang checks
-    (4, 4, 6, True), (6, 12, 4, True), (2, 4, 3, True),
-])
+@pytest.mark.parametrize(
+    ("nodes", "tp", "pp", "hangs"),
+    [
+        (2, 16, 1, False),
+        (2, 8, 2, False),
+        (4, 16, 2, False),
+        (4, 8, 4, False),
+        (2, 4, 4, False),
+        (3, 8, 3, False),
+        (4, 32, 1, False),
+        (3, 12, 2, True),  # 24 GPUs: tp x pp divides by nodes, which is all that SGLang checks
+        (4, 4, 6, True),
+        (6, 12, 4, True),
+        (2, 4, 3, True),
+    ],
+)
 def test_layouts_for_which_ranks_would_be_missing_are_refused(nodes: int, tp: int, pp: int, hangs: bool) -> None:
     wanted = profile(nodes, tp=tp, pp=pp, gpus_per_node=tp * pp // nodes)
     assert (tp * pp) % nodes == 0
@@ -89,10 +114,16 @@ def test_the_rule_is_exactly_that_every_rank_runs_once() -> None:
     assert accepted > 100
 
 
-@pytest.mark.parametrize(("more", "fields"), [
-    ({"nodes": 2, "tp": 8, "pp": 1, "dp": 2}, ["dp"]), ({"tp": 4, "dp": 2, "attention_dp": 2}, ["attention_dp"]), ({"attention_dp": 3}, ["attention_dp"]), ({"nodes": 2, "distributed": "ray"}, ["distributed"]),
-    ({"nodes": 2, "tp": 8, "pp": 1, "dp": 2, "dp_mode": "hybrid"}, ["dp", "dp_mode"]),
-])
+@pytest.mark.parametrize(
+    ("more", "fields"),
+    [
+        ({"nodes": 2, "tp": 8, "pp": 1, "dp": 2}, ["dp"]),
+        ({"tp": 4, "dp": 2, "attention_dp": 2}, ["attention_dp"]),
+        ({"attention_dp": 3}, ["attention_dp"]),
+        ({"nodes": 2, "distributed": "ray"}, ["distributed"]),
+        ({"nodes": 2, "tp": 8, "pp": 1, "dp": 2, "dp_mode": "hybrid"}, ["dp", "dp_mode"]),
+    ],
+)
 def test_what_sglang_cannot_do_is_refused(more: dict[str, Any], fields: list[str]) -> None:
     assert made.faults(profile(**more)) == fields
 
@@ -107,7 +138,10 @@ def test_attention_data_parallel_needs_no_gpus_of_its_own_but_ports() -> None:
     assert made.value(made.engine(leader), "--attn-dp-size") == made.value(made.engine(follower), "--attn-dp-size") == "4"
     assert {port["port"] for port in leader["listen_ports"]} == {8000, 29500, 29501, 29502, 29503, 29504, 29505, 29506, 29513}
     busy = made.hosts(2, ports_in_use=[{"port": 29506, "address": "0.0.0.0", "pid": 7, "process": "x", "shard": None, "listening": True}])
-    assert made.good(profile(2, tp=16, pp=1, attention_dp=4), found=busy)[0]["leader_port"] == 29640 and made.good(profile(2), found=busy)[0]["leader_port"] == 29510
+    assert (
+        made.good(profile(2, tp=16, pp=1, attention_dp=4), found=busy)[0]["leader_port"] == 29640
+        and made.good(profile(2), found=busy)[0]["leader_port"] == 29510
+    )
     assert {port["port"] for port in made.good(profile(attention_dp=2))[0]["listen_ports"]} == {8000, *range(8233, 8240), 8246}
 
 
@@ -119,7 +153,11 @@ def test_heads_are_split_over_the_attention_group_only() -> None:
 def test_a_follower_answers_on_the_http_port_and_nobody_believes_it() -> None:
     _leader, follower = made.good(profile(2))
     assert [(port["address"], port["port"]) for port in follower["listen_ports"]] == [("10.0.0.2", 8000)]
-    assert follower["ready"]["url"] is None and not follower["serves_http"] and follower["ready"]["leader_health"] == {"url": "http://10.0.0.1:8000", "path": "/health"}
+    assert (
+        follower["ready"]["url"] is None
+        and not follower["serves_http"]
+        and follower["ready"]["leader_health"] == {"url": "http://10.0.0.1:8000", "path": "/health"}
+    )
     assert follower["ready"]["warmup_503"] is True
 
 
@@ -147,11 +185,14 @@ def test_cpu_ranks() -> None:
 
 # ---- the key
 
+
 def test_the_key_is_in_a_secret_file_on_the_serving_rank_only() -> None:
     leader, follower = made.good(profile(2))
     launch = made.engine(leader)
     assert leader["secrets"] == ["api_key", "sglang.yaml", "tie_key"] and leader["secret_files"] == {"sglang.yaml": "api-key: {api_key}\n"}
-    assert launch["args"][-2:] == ["--config", "secrets/sglang.yaml"] and launch["secret_args"] == [{"position": len(launch["args"]) - 1, "secret": "sglang.yaml"}]
+    assert launch["args"][-2:] == ["--config", "secrets/sglang.yaml"] and launch["secret_args"] == [
+        {"position": len(launch["args"]) - 1, "secret": "sglang.yaml"}
+    ]
     assert follower["secrets"] == ["tie_key"] and made.engine(follower)["secret_args"] == [] and "--config" not in made.engine(follower)["args"]
     assert made.good(profile(), key=False)[0]["secrets"] == [] and "--api-key" not in launch["args"] and not launch["secret_env"]
 
@@ -179,15 +220,25 @@ def test_the_launch_document_names_the_secrets_place_and_every_file_of_the_revis
 
 # ---- LoRA, types
 
+
 def test_adapters_by_name_and_a_place_for_the_model_itself() -> None:
     launch = made.engine(made.good(profile(adapters=made.ADAPTERS))[0])
     place = launch["args"].index("--lora-paths")
-    assert launch["args"][place - 1:place + 3] == ["--enable-lora", "--lora-paths", "sql=/adapters/sql", "fix=/adapters/fix"] and made.value(launch, "--max-loras-per-batch") == "3"
+    assert (
+        launch["args"][place - 1 : place + 3] == ["--enable-lora", "--lora-paths", "sql=/adapters/sql", "fix=/adapters/fix"]
+        and made.value(launch, "--max-loras-per-batch") == "3"
+    )
 
 
-@pytest.mark.parametrize(("wanted", "capability", "field"), [
-    ({"dtype": "bfloat16"}, "7.5", "dtype"), ({"kv_cache_dtype": "nvfp4"}, "9.0", "kv_cache_dtype"), ({"quantization": "w8a8_fp8"}, "8.0", "quantization"), ({"quantization": "awq"}, "7.0", "quantization"),
-])
+@pytest.mark.parametrize(
+    ("wanted", "capability", "field"),
+    [
+        ({"dtype": "bfloat16"}, "7.5", "dtype"),
+        ({"kv_cache_dtype": "nvfp4"}, "9.0", "kv_cache_dtype"),
+        ({"quantization": "w8a8_fp8"}, "8.0", "quantization"),
+        ({"quantization": "awq"}, "7.0", "quantization"),
+    ],
+)
 def test_the_weakest_gpu_decides(wanted: dict[str, Any], capability: str, field: str) -> None:
     found = made.hosts(1)
     for gpu in found["n1"]["gpus"]:
@@ -205,27 +256,104 @@ def test_gptq_is_run_as_gptq_marlin() -> None:
 
 # ---- arguments
 
-@pytest.mark.parametrize("args", [
-    ("--model-path", "x"), ("--model", "x"), ("--model-t", "llm"), ("--served-model-name=x",), ("--host", "x"), ("--port=1",), ("--config", "f"), ("--config=f",), ("--conf", "f"), ("--dist-init-addr", "x:1"),
-    ("--nccl-init-addr=x:1",), ("--nnodes", "2"), ("--node-r", "1"), ("--nccl-port", "1"), ("--tp", "2"), ("--tp-size=2",), ("--tensor-parallel-size", "2"), ("--pp", "2"), ("--pipeline-parallel-size", "2"),
-    ("--dp-size", "2"), ("--data-parallel-size=2",), ("--attn-dp-size", "2"), ("--enable-dp-attention",), ("--ep", "2"), ("--ep-size", "2"), ("--expert-parallel-size", "2"), ("--base-gpu-id", "1"), ("--gpu-id-step", "2"),
-    ("--device", "cpu"), ("--use-ray",), ("--api-key", "k"), ("--api-k=k",), ("--admin-api-key", "k"), ("--enable-metrics",), ("--skip-server-warmup",), ("--skip-server",), ("--enable-lora",),
-    ("--lora-paths", "x"), ("--max-lora-rank", "8"), ("--max-loras-per-batch=1",), ("--max-loaded-loras", "1"), ("--quantization", "awq"), ("--quant=awq",), ("--kv-cache-dtype", "auto"), ("--dtype", "half"),
-    ("--grpc-mode",), ("--tokenizer-worker-num", "2"), ("--gated-launch-port", "1"), ("--ssl-keyfile", "x"), ("--log-level", "error"), ("--log-level-http=error",), ("--help",), ("-h",),
-])
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("--model-path", "x"),
+        ("--model", "x"),
+        ("--model-t", "llm"),
+        ("--served-model-name=x",),
+        ("--host", "x"),
+        ("--port=1",),
+        ("--config", "f"),
+        ("--config=f",),
+        ("--conf", "f"),
+        ("--dist-init-addr", "x:1"),
+        ("--nccl-init-addr=x:1",),
+        ("--nnodes", "2"),
+        ("--node-r", "1"),
+        ("--nccl-port", "1"),
+        ("--tp", "2"),
+        ("--tp-size=2",),
+        ("--tensor-parallel-size", "2"),
+        ("--pp", "2"),
+        ("--pipeline-parallel-size", "2"),
+        ("--dp-size", "2"),
+        ("--data-parallel-size=2",),
+        ("--attn-dp-size", "2"),
+        ("--enable-dp-attention",),
+        ("--ep", "2"),
+        ("--ep-size", "2"),
+        ("--expert-parallel-size", "2"),
+        ("--base-gpu-id", "1"),
+        ("--gpu-id-step", "2"),
+        ("--device", "cpu"),
+        ("--use-ray",),
+        ("--api-key", "k"),
+        ("--api-k=k",),
+        ("--admin-api-key", "k"),
+        ("--enable-metrics",),
+        ("--skip-server-warmup",),
+        ("--skip-server",),
+        ("--enable-lora",),
+        ("--lora-paths", "x"),
+        ("--max-lora-rank", "8"),
+        ("--max-loras-per-batch=1",),
+        ("--max-loaded-loras", "1"),
+        ("--quantization", "awq"),
+        ("--quant=awq",),
+        ("--kv-cache-dtype", "auto"),
+        ("--dtype", "half"),
+        ("--grpc-mode",),
+        ("--tokenizer-worker-num", "2"),
+        ("--gated-launch-port", "1"),
+        ("--ssl-keyfile", "x"),
+        ("--log-level", "error"),
+        ("--log-level-http=error",),
+        ("--help",),
+        ("-h",),
+    ],
+)
 def test_what_the_plan_sets_is_refused_in_every_spelling(args: tuple[str, ...]) -> None:
     assert problems(*args) == ["p.args[0]"]
 
 
-@pytest.mark.parametrize("args", [
-    ("--trust-remote-code",), ("--trust",), ("--custom-weight-loader", "x"), ("--forward-hooks", "x"), ("--tool-server", "x"), ("--model-loader-extra-config", "{}"), ("--json-model-override-args", "{}"),
-    ("--enable-custom-logit-processor",), ("--delete-ckpt-after-loading",), ("--delete-ckpt",), ("--export-metrics-to-file-dir", "/"), ("--crash-dump-folder=/",), ("--warmups", "x"), ("--load-format", "dummy"), ("--sidecar", "x"),
-])
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("--trust-remote-code",),
+        ("--trust",),
+        ("--custom-weight-loader", "x"),
+        ("--forward-hooks", "x"),
+        ("--tool-server", "x"),
+        ("--model-loader-extra-config", "{}"),
+        ("--json-model-override-args", "{}"),
+        ("--enable-custom-logit-processor",),
+        ("--delete-ckpt-after-loading",),
+        ("--delete-ckpt",),
+        ("--export-metrics-to-file-dir", "/"),
+        ("--crash-dump-folder=/",),
+        ("--warmups", "x"),
+        ("--load-format", "dummy"),
+        ("--sidecar", "x"),
+    ],
+)
 def test_what_executes_code_or_destroys_files_is_refused(args: tuple[str, ...]) -> None:
     assert problems(*args) == ["p.args[0]"]
 
 
-@pytest.mark.parametrize("args", [("--context-length", "4096"), ("--mem-fraction-static=0.8",), ("--load-format", "safetensors"), ("--disable-cuda-graph",), ("--chunked-prefill-size", "-1"), ("--max-running-requests", "8")])
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("--context-length", "4096"),
+        ("--mem-fraction-static=0.8",),
+        ("--load-format", "safetensors"),
+        ("--disable-cuda-graph",),
+        ("--chunked-prefill-size", "-1"),
+        ("--max-running-requests", "8"),
+    ],
+)
 def test_free_arguments_pass(args: tuple[str, ...]) -> None:
     assert problems(*args) == []
 

@@ -26,6 +26,7 @@ from typing import Any
 
 import pytest
 import yaml
+
 from ansible_collections.rankzero.inference.plugins.module_utils import observation
 
 pytestmark = pytest.mark.slow
@@ -63,8 +64,9 @@ class Site:
         (folder / "model").mkdir()
         state = folder / "nvml.state"
         lines = ["driver 580.95.05", "cuda 13000", f"procdir {processes}"]
-        lines += [f'gpu {n} name="NVIDIA H100" uuid={gpu_uuid(n)} pci=00000000:{n + 16:02x}:00.0 total=81559MiB reserved=551MiB cc=9.0 arch=9'
-                  for n in range(8)]
+        lines += [
+            f'gpu {n} name="NVIDIA H100" uuid={gpu_uuid(n)} pci=00000000:{n + 16:02x}:00.0 total=81559MiB reserved=551MiB cc=9.0 arch=9' for n in range(8)
+        ]
         state.write_text("\n".join(lines) + "\n")
         self.gpu_environment = {"LD_LIBRARY_PATH": str(library), "FAKE_NVML_STATE": str(state), "SIM_PROCESS_DIRECTORY": str(processes)}
 
@@ -72,16 +74,27 @@ class Site:
         """Let a process of ours hold memory on a GPU, as seen by the driver."""
         pathlib.Path(self.gpu_environment["SIM_PROCESS_DIRECTORY"], str(pid)).write_text(f"{gpu} {mib}\n")
 
-    def shard(self, host: str, replica: str, gpus: list[int], *arguments: str, rank: int = 0, nodes: int = 1, port: int = 8000, mib: int = MIB,
-              start: bool = True, key: bool = False, **ready: Any) -> dict[str, Any]:
+    def shard(
+        self,
+        host: str,
+        replica: str,
+        gpus: list[int],
+        *arguments: str,
+        rank: int = 0,
+        nodes: int = 1,
+        port: int = 8000,
+        mib: int = MIB,
+        start: bool = True,
+        key: bool = False,
+        **ready: Any,
+    ) -> dict[str, Any]:
         """Write a revision on a host and start it."""
         root, address = self.folder / host, f"127.0.{len(self.hosts) + 20}.1"
         revision = root / "etc/rankzero" / replica / "revisions" / "f00d"
         (revision / "secrets").mkdir(parents=True)
         (revision.parent.parent / "current").symlink_to("revisions/f00d")
         (revision / "secrets" / "api_key").write_text(KEY + "\n")
-        environment = {"PATH": os.environ["PATH"], "CUDA_VISIBLE_DEVICES": ",".join(map(gpu_uuid, gpus)), "VLLM_HOST_IP": address,
-                       **self.gpu_environment}
+        environment = {"PATH": os.environ["PATH"], "CUDA_VISIBLE_DEVICES": ",".join(map(gpu_uuid, gpus)), "VLLM_HOST_IP": address, **self.gpu_environment}
         (revision / "shard.env").write_text("".join(f"{name}='{value}'\n" for name, value in sorted(environment.items())))
         engine = ["serve", str(self.folder / "model"), "--served-model-name", "glm", "--sim-gpu-mib", str(mib)]
         engine += ["--headless"] if rank else ["--host", address, "--port", str(port)]
@@ -91,18 +104,42 @@ class Site:
             engine += ["--master-addr", leader, "--master-port", "29501"]
         url = None if rank else f"http://{address}:{port}"
         launch = {
-            "schema": 1, "replica": replica, "rank": rank, "nodes": nodes, "fingerprint": "f00d", "stop_seconds": 5,
+            "schema": 1,
+            "replica": replica,
+            "rank": rank,
+            "nodes": nodes,
+            "fingerprint": "f00d",
+            "stop_seconds": 5,
             "paths": {"state_dir": str(root / "run/rankzero" / replica), "work_dir": str(root / "var/lib/rankzero" / replica)},
-            "launches": [{"name": "engine", "path": sys.executable, "args": [str(FILES / "sim_engine.py"), *engine, *arguments], "env": {},
-                          "secret_env": {"VLLM_API_KEY": "api_key"} if key else {}, "wait_for_leader_port": None, "wait_for_ranks": []}],
+            "launches": [
+                {
+                    "name": "engine",
+                    "path": sys.executable,
+                    "args": [str(FILES / "sim_engine.py"), *engine, *arguments],
+                    "env": {},
+                    "secret_env": {"VLLM_API_KEY": "api_key"} if key else {},
+                    "wait_for_leader_port": None,
+                    "wait_for_ranks": [],
+                }
+            ],
             "gpus": [{"uuid": gpu_uuid(n), "index": n, "pci_bdf": f"0000:{n + 16:02x}:00.0", "expected_mib": 20000} for n in gpus],
             "ready": {
-                "engine": "sim", "serves_http": rank == 0, "url": url, "health_path": "/health", "models_path": "/v1/models", "expect_models": ["glm"],
-                "probe_path": "/v1/chat/completions", "probe_model": "glm", "key_secret": "api_key" if key else None,
+                "engine": "sim",
+                "serves_http": rank == 0,
+                "url": url,
+                "health_path": "/health",
+                "models_path": "/v1/models",
+                "expect_models": ["glm"],
+                "probe_path": "/v1/chat/completions",
+                "probe_model": "glm",
+                "key_secret": "api_key" if key else None,
                 "key_protects": "/v1/models" if key else None,
-                "gpu_evidence": bool(gpus), "falls_back_to_cpu": True,
-                "accepts_on_port": None, "budget_seconds": 60,
-                "devices_command": {"path": sys.executable, "args": [str(FILES / "sim_engine.py"), "devices"]}, **ready,
+                "gpu_evidence": bool(gpus),
+                "falls_back_to_cpu": True,
+                "accepts_on_port": None,
+                "budget_seconds": 60,
+                "devices_command": {"path": sys.executable, "args": [str(FILES / "sim_engine.py"), "devices"]},
+                **ready,
             },
         }
         (revision / "launch.json").write_text(json.dumps(launch))
@@ -116,8 +153,13 @@ class Site:
         log = known["root"] / "var/log/rankzero" / known["replica"] / "shard.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "ab") as stream:
-            known["process"] = subprocess.Popen([sys.executable, str(FILES / "run_shard.py"), str(known["revision"])], stdin=subprocess.DEVNULL,
-                                                stdout=stream, stderr=stream, env={"PATH": os.environ["PATH"]})
+            known["process"] = subprocess.Popen(
+                [sys.executable, str(FILES / "run_shard.py"), str(known["revision"])],
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=stream,
+                env={"PATH": os.environ["PATH"]},
+            )
         self.running.append(known["process"])
 
     def file(self, host: str, name: str) -> Any:
@@ -125,29 +167,73 @@ class Site:
         path = known["root"] / "run/rankzero" / known["replica"] / name
         return json.loads(path.read_text()) if path.exists() else None
 
-    def gate(self, *arguments: str, hosts: list[str] | None = None, forks: int = 10, ignore_unreachable: bool = False,
-             **options: Any) -> tuple[str, dict[str, Any]]:
+    def gate(
+        self, *arguments: str, hosts: list[str] | None = None, forks: int = 10, ignore_unreachable: bool = False, **options: Any
+    ) -> tuple[str, dict[str, Any]]:
         """Run the gate on hosts in the given order: what the terminal shows, and each host's result."""
         chosen = hosts or list(self.hosts)
-        inventory = {"all": {"vars": {"ansible_connection": "local", "ansible_python_interpreter": sys.executable}, "hosts": {
-            name: {key: str(value) if key == "root" else value for key, value in self.hosts[name].items()
-                   if key in ("root", "replica", "rank") or key.startswith("ansible_")}
-            for name in chosen}}}
+        inventory = {
+            "all": {
+                "vars": {"ansible_connection": "local", "ansible_python_interpreter": sys.executable},
+                "hosts": {
+                    name: {
+                        key: str(value) if key == "root" else value
+                        for key, value in self.hosts[name].items()
+                        if key in ("root", "replica", "rank") or key.startswith("ansible_")
+                    }
+                    for name in chosen
+                },
+            }
+        }
         (self.folder / "hosts.yml").write_text(yaml.safe_dump(inventory, sort_keys=False))
         task = {"replica": "{{ replica }}", "rank": "{{ rank }}", "replica_root": "{{ root }}", "hold_seconds": 3, **options}
         result = {"content": "{{ gate | to_json }}", "dest": f"{self.folder}/result-{{{{ inventory_hostname }}}}.json", "mode": "0600"}
-        play = [{"hosts": "all", "gather_facts": False, "tasks": [
-            {"name": "Gate", "rankzero.inference.shard_ready": task, "register": "gate", "ignore_errors": True,
-             "ignore_unreachable": ignore_unreachable},
-            {"name": "Keep", "delegate_to": "localhost", "vars": {"ansible_connection": "local", "ansible_python_interpreter": sys.executable},
-             "ansible.builtin.copy": result, "check_mode": False, "diff": False}]}]
+        play = [
+            {
+                "hosts": "all",
+                "gather_facts": False,
+                "tasks": [
+                    {
+                        "name": "Gate",
+                        "rankzero.inference.shard_ready": task,
+                        "register": "gate",
+                        "ignore_errors": True,
+                        "ignore_unreachable": ignore_unreachable,
+                    },
+                    {
+                        "name": "Keep",
+                        "delegate_to": "localhost",
+                        "vars": {"ansible_connection": "local", "ansible_python_interpreter": sys.executable},
+                        "ansible.builtin.copy": result,
+                        "check_mode": False,
+                        "diff": False,
+                    },
+                ],
+            }
+        ]
         (self.folder / "play.yml").write_text(yaml.safe_dump(play))
         home = self.folder / "home"
-        environ = {"PATH": os.environ["PATH"], "HOME": str(home), "ANSIBLE_COLLECTIONS_PATH": str(ROOT / ".collections"), "ANSIBLE_NOCOLOR": "1",
-                   "ANSIBLE_INVENTORY_ENABLED": "yaml", "ANSIBLE_PIPELINING": "1",
-                   "ANSIBLE_DEPRECATION_WARNINGS": "0", "LC_ALL": "C.UTF-8", **self.gpu_environment}
-        run = subprocess.run([sys.executable, "-m", "ansible", "playbook", "-i", "hosts.yml", "play.yml", "-f", str(forks), *arguments], cwd=self.folder,
-                             env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=150, check=False)
+        environ = {
+            "PATH": os.environ["PATH"],
+            "HOME": str(home),
+            "ANSIBLE_COLLECTIONS_PATH": str(ROOT / ".collections"),
+            "ANSIBLE_NOCOLOR": "1",
+            "ANSIBLE_INVENTORY_ENABLED": "yaml",
+            "ANSIBLE_PIPELINING": "1",
+            "ANSIBLE_DEPRECATION_WARNINGS": "0",
+            "LC_ALL": "C.UTF-8",
+            **self.gpu_environment,
+        }
+        run = subprocess.run(
+            [sys.executable, "-m", "ansible", "playbook", "-i", "hosts.yml", "play.yml", "-f", str(forks), *arguments],
+            cwd=self.folder,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=150,
+            check=False,
+        )
         text = run.stdout.decode()
         paths = {name: self.folder / f"result-{name}.json" for name in chosen}
         assert all(path.exists() for path in paths.values()), text
@@ -381,21 +467,31 @@ def test_unreachable_host_ends_the_wait_of_the_others(site: Site) -> None:
 SHOW = "LoadState=loaded\nActiveState={}\nSubState={}\nNRestarts={}\nResult={}\nExecMainStatus=1\nMainPID={}\n"
 
 
-@pytest.mark.parametrize(("shown", "stage", "part"), [
-    (("activating", "start", 0, "success", 9), "starting", "has not reported"),
-    (("active", "running", 0, "success", 9), "starting", "has not reported"),
-    (("deactivating", "stop-sigterm", 0, "success", 9), "starting", "has not reported"),
-    (("activating", "auto-restart", 3, "exit-code", 0), "failed", "does not stay up"),
-    (("failed", "failed", 5, "start-limit-hit", 0), "failed", "the service has failed (start-limit-hit)"),
-    (("failed", "failed", 0, "oom-kill", 0), "failed", "the service has failed (oom-kill)"),
-    (("inactive", "dead", 0, "success", 0), "failed", "the service is not running"),
-])
+@pytest.mark.parametrize(
+    ("shown", "stage", "part"),
+    [
+        (("activating", "start", 0, "success", 9), "starting", "has not reported"),
+        (("active", "running", 0, "success", 9), "starting", "has not reported"),
+        (("deactivating", "stop-sigterm", 0, "success", 9), "starting", "has not reported"),
+        (("activating", "auto-restart", 3, "exit-code", 0), "failed", "does not stay up"),
+        (("failed", "failed", 5, "start-limit-hit", 0), "failed", "the service has failed (start-limit-hit)"),
+        (("failed", "failed", 0, "oom-kill", 0), "failed", "the service has failed (oom-kill)"),
+        (("inactive", "dead", 0, "success", 0), "failed", "the service is not running"),
+    ],
+)
 def test_what_systemd_says(site: Site, shown: tuple[Any, ...], stage: str, part: str) -> None:
     """systemctl and journalctl as they print (systemd 252): the log of earlier deployments is no cause of this failure."""
     known = site.shard("gpu-a", "glm", [], start=False)
-    journal = "\n".join(["run_shard: glm rank 0 of 1, fingerprint f00c, run 1", "CUDA out of memory", "run_shard: glm rank 0 of 1, fingerprint f00d, run 2",
-                         "main: couldn't bind HTTP server socket, hostname: 127.0.0.1, port: 8000",
-                         "run_shard: glm rank 0 of 1, fingerprint f00d, run 3", "ready soon"])
+    journal = "\n".join(
+        [
+            "run_shard: glm rank 0 of 1, fingerprint f00c, run 1",
+            "CUDA out of memory",
+            "run_shard: glm rank 0 of 1, fingerprint f00d, run 2",
+            "main: couldn't bind HTTP server socket, hostname: 127.0.0.1, port: 8000",
+            "run_shard: glm rank 0 of 1, fingerprint f00d, run 3",
+            "ready soon",
+        ]
+    )
     asked: list[list[str]] = []
 
     def run_command(words: list[str], **_more: Any) -> tuple[int, str, str]:
@@ -431,5 +527,3 @@ def test_wrong_arguments_are_refused(site: Site) -> None:
     _text, results = site.gate(hold_second=1)
     assert results["gpu-a"]["failed"]
     assert "hold_second" in results["gpu-a"]["msg"]
-
-

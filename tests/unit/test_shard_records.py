@@ -17,15 +17,23 @@ import sys
 import time
 
 import pytest
-from ansible_collections.rankzero.inference.plugins.module_utils import shard_records
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ansible_collections.rankzero.inference.plugins.module_utils import shard_records
+
 RUN = "20260131T120000-1"
 LAUNCH = {
-    "schema": 1, "replica": "glm", "rank": 1, "nodes": 2, "fingerprint": "f2",
+    "schema": 1,
+    "replica": "glm",
+    "rank": 1,
+    "nodes": 2,
+    "fingerprint": "f2",
     "labels": {"replica": "glm", "profile": "glm-h100", "pool": "H100", "fabric": "compute", "engine": "vllm"},
-    "gpus": [{"uuid": "GPU-1", "index": 0}, {"uuid": "GPU-2", "index": 1}], "leader_port": 29500, "http_port": 8000, "launches": [],
+    "gpus": [{"uuid": "GPU-1", "index": 0}, {"uuid": "GPU-2", "index": 1}],
+    "leader_port": 29500,
+    "http_port": 8000,
+    "launches": [],
 }
 SHOWN = "Id=inference-glm.service\nActiveState=%s\nUnitFileState=enabled\nNRestarts=2\n"
 
@@ -52,8 +60,20 @@ def deploy(root: pathlib.Path, launch: object = LAUNCH, replica: str = "glm") ->
 def state(root: pathlib.Path, **values: object) -> pathlib.Path:
     folder = root / "run/rankzero/glm"
     folder.mkdir(parents=True, exist_ok=True)
-    content = {"schema": 1, "replica": "glm", "rank": 1, "fingerprint": "f2", "run_id": RUN, "stage": "running", "detail": "", "started_at": time.time(),
-               "supervisor_pid": 999999999, "launches": [], "restarts": 3, "last_end": None}
+    content = {
+        "schema": 1,
+        "replica": "glm",
+        "rank": 1,
+        "fingerprint": "f2",
+        "run_id": RUN,
+        "stage": "running",
+        "detail": "",
+        "started_at": time.time(),
+        "supervisor_pid": 999999999,
+        "launches": [],
+        "restarts": 3,
+        "last_end": None,
+    }
     (folder / "state.json").write_text(json.dumps(dict(content, **values)), encoding="utf-8")
     return folder
 
@@ -71,9 +91,12 @@ def read(root: pathlib.Path, run_command=no_command, **options: str) -> dict:
 def service(tmp_path):
     """A process that is a run_shard.py to the reader, with a child that carries the shard's marker. Only these two are ended."""
     program = tmp_path / "run_shard.py"
-    program.write_text("import os, subprocess, sys, time\nenv = dict(os.environ, RANKZERO_SHARD='glm/1/%s')\n"
-                       "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(30)'], env=env, start_new_session=True)\n"
-                       "print('up', flush=True)\ntime.sleep(30)\n" % RUN, encoding="utf-8")
+    program.write_text(
+        "import os, subprocess, sys, time\nenv = dict(os.environ, RANKZERO_SHARD='glm/1/%s')\n"
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(30)'], env=env, start_new_session=True)\n"
+        "print('up', flush=True)\ntime.sleep(30)\n" % RUN,
+        encoding="utf-8",
+    )
     process = subprocess.Popen([sys.executable, str(program)], stdout=subprocess.PIPE)
     process.stdout.readline()
     children = [int(pid) for pid in pathlib.Path("/proc/%d/task/%d/children" % (process.pid, process.pid)).read_text(encoding="ascii").split()]
@@ -92,12 +115,38 @@ def test_running_and_ready(tmp_path, service):
     (shard,) = read(tmp_path).values()
     launch = (base / "current" / "launch.json").read_bytes()
     assert shard == {
-        "rank": 1, "nodes": 2, "revision": "f2", "previous": "f1", "run_id": RUN, "stage": "running", "detail": "", "ready": True, "evidence": {"gpus": []},
-        "restarts": 3, "pids": sorted([pid, *children]), "profile": "glm-h100", "pool": "H100", "fabric": "compute", "engine": "vllm", "errors": {},
-        "gpus": ["GPU-1", "GPU-2"], "leader_port": 29500, "http_port": 8000, "tie_port": None, "run_ports": [], "tie_id": None,
+        "rank": 1,
+        "nodes": 2,
+        "revision": "f2",
+        "previous": "f1",
+        "run_id": RUN,
+        "stage": "running",
+        "detail": "",
+        "ready": True,
+        "evidence": {"gpus": []},
+        "restarts": 3,
+        "pids": sorted([pid, *children]),
+        "profile": "glm-h100",
+        "pool": "H100",
+        "fabric": "compute",
+        "engine": "vllm",
+        "errors": {},
+        "gpus": ["GPU-1", "GPU-2"],
+        "leader_port": 29500,
+        "http_port": 8000,
+        "tie_port": None,
+        "run_ports": [],
+        "tie_id": None,
         "files_sha256": {"launch.json": hashlib.sha256(launch).hexdigest(), "shard.env": hashlib.sha256(b"A='1'\n").hexdigest()},
-        "unit": {"name": "supervisord.conf", "manager": "supervisor", "active": True, "state": "running", "enabled": None,
-                 "sha256": hashlib.sha256(b"[supervisord]\n").hexdigest()}}
+        "unit": {
+            "name": "supervisord.conf",
+            "manager": "supervisor",
+            "active": True,
+            "state": "running",
+            "enabled": None,
+            "sha256": hashlib.sha256(b"[supervisord]\n").hexdigest(),
+        },
+    }
 
 
 def test_no_secret_is_told(tmp_path):
@@ -134,8 +183,9 @@ def test_another_process_with_the_number_is_not_the_service(tmp_path, service):
     assert read(tmp_path)["glm"]["unit"]["active"] is True
 
 
-@pytest.mark.parametrize(("active_state", "active"), [("active", True), ("activating", True), ("reloading", True), ("failed", False), ("inactive", False),
-                                                      ("deactivating", False)])
+@pytest.mark.parametrize(
+    ("active_state", "active"), [("active", True), ("activating", True), ("reloading", True), ("failed", False), ("inactive", False), ("deactivating", False)]
+)
 def test_systemd(tmp_path, active_state, active):
     deploy(tmp_path)
     deploy(tmp_path, replica="other")
@@ -151,8 +201,14 @@ def test_systemd(tmp_path, active_state, active):
     shards = read(tmp_path, systemctl)
     command = ["systemctl", "show", "--property=Id,ActiveState,UnitFileState,NRestarts", "--", "inference-glm.service"]
     assert asked == [command], "once, and only for units that exist"
-    assert shards["glm"]["unit"] == {"name": "inference-glm.service", "manager": "systemd", "active": active, "state": active_state, "enabled": True,
-                                     "sha256": hashlib.sha256(b"[Unit]\n").hexdigest()}
+    assert shards["glm"]["unit"] == {
+        "name": "inference-glm.service",
+        "manager": "systemd",
+        "active": active,
+        "state": active_state,
+        "enabled": True,
+        "sha256": hashlib.sha256(b"[Unit]\n").hexdigest(),
+    }
     assert shards["glm"]["restarts"] == 2, "systemd's count where no run has written its own"
     assert shards["other"]["unit"]["manager"] == "supervisor"
 
@@ -198,10 +254,13 @@ def test_no_replicas(tmp_path):
     assert read(tmp_path) == {}
 
 
-@pytest.mark.parametrize(("content", "answer"), [
-    ('{"by": "ann", "reason": "fan", "at": "2026-01-31", "x": 1}', {"by": "ann", "reason": "fan", "at": "2026-01-31"}),
-    ("{}", {"by": None, "reason": None, "at": None}),
-])
+@pytest.mark.parametrize(
+    ("content", "answer"),
+    [
+        ('{"by": "ann", "reason": "fan", "at": "2026-01-31", "x": 1}', {"by": "ann", "reason": "fan", "at": "2026-01-31"}),
+        ("{}", {"by": None, "reason": None, "at": None}),
+    ],
+)
 def test_cordoned(tmp_path, content, answer):
     assert shard_records.cordoned(str(tmp_path)) is None
     (tmp_path / "etc/rankzero").mkdir(parents=True)
@@ -261,7 +320,9 @@ def test_keys_of_the_tie_can_be_told_apart_and_are_not_told(tmp_path):
         (base / "current" / "secrets" / "tie_key").write_text(key)
         (shard,) = read(tmp_path).values()
         assert (shard["tie_port"], shard["run_ports"]) == (29400, [29500, 29501])
-        assert key not in json.dumps(shard) and re.fullmatch("[0-9a-f]{16}", shard["tie_id"]) and shard["tie_id"] not in hashlib.sha256(key.encode()).hexdigest()
+        assert (
+            key not in json.dumps(shard) and re.fullmatch("[0-9a-f]{16}", shard["tie_id"]) and shard["tie_id"] not in hashlib.sha256(key.encode()).hexdigest()
+        )
         found.append(shard["tie_id"])
     assert found[0] == found[1] != found[2]
     (base / "current" / "secrets" / "tie_key").unlink()

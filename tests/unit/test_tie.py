@@ -20,7 +20,7 @@ IDLE = Report(None, None, None)
 
 
 def leader(nodes=3, number=0, restart=RESTART):
-    ids = (f"{count:x}" for count in itertools.count(0xa0))
+    ids = (f"{count:x}" for count in itertools.count(0xA0))
     one = run_shard.Leader(nodes, restart, SILENT, lambda: next(ids), 0.0, number)
     one.own_idle(0.0)
     return one
@@ -74,15 +74,18 @@ def test_the_number_of_a_run_is_above_every_one_that_any_rank_has_seen():
     assert [terms.port_of_run(number) for number in (1, 18, 20, 21)] == [29500, 29507, 29509, 29500]
 
 
-@pytest.mark.parametrize(("event", "rank", "kind", "part"), [
-    (lambda one: one.own_ended(engine_end(), 9.0), 0, "launch", "exit code 1"),
-    (lambda one: one.report(1, Report("a0", "a0", engine_end(1)), 9.0), 1, "launch", "exit code 1"),
-    (lambda one: one.report(2, Report("a0", "a0", engine_end(0)), 9.0), 2, "launch", "exit code 1"),    # a rank speaks for itself only
-    (lambda one: one.report(1, Report(None, "a0", None), 9.0), 1, "tie", "ended its part"),
-    (lambda one: one.lost(2, "its run_shard.py has ended the connection", 9.0), 2, "tie", "ended the connection"),
-    (lambda one: one.join(1, IDLE, 1, 9.0), 1, "tie", "came back without its run"),
-    (lambda one: one.tick(20.5), 1, "tie", "silent for more than 20 seconds"),
-])
+@pytest.mark.parametrize(
+    ("event", "rank", "kind", "part"),
+    [
+        (lambda one: one.own_ended(engine_end(), 9.0), 0, "launch", "exit code 1"),
+        (lambda one: one.report(1, Report("a0", "a0", engine_end(1)), 9.0), 1, "launch", "exit code 1"),
+        (lambda one: one.report(2, Report("a0", "a0", engine_end(0)), 9.0), 2, "launch", "exit code 1"),  # a rank speaks for itself only
+        (lambda one: one.report(1, Report(None, "a0", None), 9.0), 1, "tie", "ended its part"),
+        (lambda one: one.lost(2, "its run_shard.py has ended the connection", 9.0), 2, "tie", "ended the connection"),
+        (lambda one: one.join(1, IDLE, 1, 9.0), 1, "tie", "came back without its run"),
+        (lambda one: one.tick(20.5), 1, "tie", "silent for more than 20 seconds"),
+    ],
+)
 def test_what_ends_a_run_on_all_ranks(event, rank, kind, part):
     one = tied()
     event(one)
@@ -100,15 +103,18 @@ def test_a_rank_that_was_asked_to_stop_is_not_started_with_again():
     assert one.phase == TYING and one.missing[1][1] == "it was asked to stop"
 
 
-@pytest.mark.parametrize("event", [
-    lambda one: one.tick(19.9),
-    lambda one: one.report(1, Report("a0", "a0", None), 9.0),
-    lambda one: one.report(1, IDLE, 9.0),                                       # sent before the start arrived there
-    lambda one: one.report(1, Report(None, "9f", engine_end(1)), 9.0),          # speaks of the run before
-    lambda one: one.report(7, Report(None, "a0", engine_end(7)), 9.0),          # no rank of ours
-    lambda one: one.join(1, Report("a0", "a0", None), 1, 9.0),                  # the same run over another connection
-    lambda one: one.lost(7, "never seen", 9.0),
-])
+@pytest.mark.parametrize(
+    "event",
+    [
+        lambda one: one.tick(19.9),
+        lambda one: one.report(1, Report("a0", "a0", None), 9.0),
+        lambda one: one.report(1, IDLE, 9.0),  # sent before the start arrived there
+        lambda one: one.report(1, Report(None, "9f", engine_end(1)), 9.0),  # speaks of the run before
+        lambda one: one.report(7, Report(None, "a0", engine_end(7)), 9.0),  # no rank of ours
+        lambda one: one.join(1, Report("a0", "a0", None), 1, 9.0),  # the same run over another connection
+        lambda one: one.lost(7, "never seen", 9.0),
+    ],
+)
 def test_what_does_not_end_a_run(event):
     one = tied()
     event(one)
@@ -211,8 +217,17 @@ def running(now=0.0):
 
 
 def state(phase, run=None, number=0, cause=None, released=False, failures=0, **more):
-    return {"type": "state", "phase": phase, "run": run, "number": number, "cause": cause and cause.as_message(), "released": released, "failures": failures,
-            "tied": [0, 1], **more}
+    return {
+        "type": "state",
+        "phase": phase,
+        "run": run,
+        "number": number,
+        "cause": cause and cause.as_message(),
+        "released": released,
+        "failures": failures,
+        "tied": [0, 1],
+        **more,
+    }
 
 
 def test_a_follower_ends_when_told_and_stops_after_rank_0():
@@ -226,12 +241,15 @@ def test_a_follower_ends_when_told_and_stops_after_rank_0():
     assert one.phase == TYING and one.message() == {"type": "state", "run": None, "seen": "a0", "cause": engine_end(2).as_message()}
 
 
-@pytest.mark.parametrize("event", [
-    lambda one: one.lost("its run_shard.py has ended the connection", 5.0),
-    lambda one: one.tick(20.1),
-    lambda one: one.receive(state(TYING, None, 7), 5.0),
-    lambda one: one.receive(state(RUNNING, "b0", 8), 5.0),
-])
+@pytest.mark.parametrize(
+    "event",
+    [
+        lambda one: one.lost("its run_shard.py has ended the connection", 5.0),
+        lambda one: one.tick(20.1),
+        lambda one: one.receive(state(TYING, None, 7), 5.0),
+        lambda one: one.receive(state(RUNNING, "b0", 8), 5.0),
+    ],
+)
 def test_a_follower_ends_its_run_with_the_tie_and_need_not_wait(event):
     one = running()
     event(one)
@@ -260,7 +278,7 @@ def test_the_same_run_is_not_begun_twice():
     one = running()
     one.own_ended(engine_end(1), 1.0)
     one.own_idle(1.5)
-    one.receive(state(RUNNING, "a0", 7), 2.0)       # rank 0 has not heard of it yet
+    one.receive(state(RUNNING, "a0", 7), 2.0)  # rank 0 has not heard of it yet
     assert one.phase == TYING and one.message()["cause"]["code"] == 1
     one.receive(state(RUNNING, "a1", 8), 3.0)
     assert one.run.id == "a1" and one.message()["cause"] is None
@@ -282,10 +300,21 @@ def test_given_up_reaches_the_others():
     assert (one.phase, one.failures, one.cause) == (GIVEN_UP, 3, engine_end(0))
 
 
-@pytest.mark.parametrize("message", [
-    {}, state("dancing"), state(RUNNING, "not hex", 1), state(RUNNING, "a1", -1), state(RUNNING, "a1", 2**48), state(RUNNING, "a1", "1"), state(RUNNING, ["a1"], 1),
-    {**state(ENDING, "a0", 7), "cause": {"rank": "0"}}, {**state(ENDING, "a0", 7), "cause": "x"}, {**state(ENDING, "a0", 7), "cause": {"rank": 0, "reason": 7}},
-])
+@pytest.mark.parametrize(
+    "message",
+    [
+        {},
+        state("dancing"),
+        state(RUNNING, "not hex", 1),
+        state(RUNNING, "a1", -1),
+        state(RUNNING, "a1", 2**48),
+        state(RUNNING, "a1", "1"),
+        state(RUNNING, ["a1"], 1),
+        {**state(ENDING, "a0", 7), "cause": {"rank": "0"}},
+        {**state(ENDING, "a0", 7), "cause": "x"},
+        {**state(ENDING, "a0", 7), "cause": {"rank": 0, "reason": 7}},
+    ],
+)
 def test_a_state_that_cannot_be_is_refused(message):
     one = running()
     with pytest.raises(run_shard.TieError):
@@ -306,8 +335,8 @@ class World:
         self.new_leader = lambda number: run_shard.Leader(nodes, run_shard.Restart(4, 600.0, (1.0,)), SILENT, lambda: next(ids), self.now, number)
         self.leader = self.new_leader(0)
         self.followers = {rank: run_shard.Follower(rank, SILENT, 5.0, self.now) for rank in range(1, nodes)}
-        self.processes = dict.fromkeys(range(nodes))            # rank -> run id of its living processes
-        self.wires = {}                                         # rank -> ([to rank 0], [to the rank]); a cut wire holds its lines
+        self.processes = dict.fromkeys(range(nodes))  # rank -> run id of its living processes
+        self.wires = {}  # rank -> ([to rank 0], [to the rank]); a cut wire holds its lines
         self.cut = set()
 
     def rules(self, rank):
@@ -378,8 +407,12 @@ class World:
 
 
 EVENTS = st.one_of(
-    st.tuples(st.just("engine"), st.integers(0, 2)), st.tuples(st.just("supervisor"), st.integers(0, 2)), st.tuples(st.just("cut"), st.integers(1, 2)),
-    st.tuples(st.just("heal"), st.integers(1, 2)), st.tuples(st.just("wait"), st.integers(1, 60)))
+    st.tuples(st.just("engine"), st.integers(0, 2)),
+    st.tuples(st.just("supervisor"), st.integers(0, 2)),
+    st.tuples(st.just("cut"), st.integers(1, 2)),
+    st.tuples(st.just("heal"), st.integers(1, 2)),
+    st.tuples(st.just("wait"), st.integers(1, 60)),
+)
 
 
 @settings(max_examples=300, deadline=None)
@@ -428,8 +461,14 @@ KEY = b"k" * 64
 def test_only_the_right_key_context_and_text_open_a_line():
     line = run_shard.sealed(KEY, [b"hello", b"n1"], {"b": 1, "a": "ü"})[:-1]
     assert run_shard.opened(KEY, [b"hello", b"n1"], line) == {"a": "ü", "b": 1}
-    for key, context, text in ((b"x" * 64, [b"hello", b"n1"], line), (KEY, [b"hello", b"n2"], line), (KEY, [b"hellon", b"1"], line),
-                               (KEY, [b"hello", b"n1"], line[:-1] + b" }"), (KEY, [b"hello", b"n1"], b""), (KEY, [b"hello", b"n1"], b"{}")):
+    for key, context, text in (
+        (b"x" * 64, [b"hello", b"n1"], line),
+        (KEY, [b"hello", b"n2"], line),
+        (KEY, [b"hellon", b"1"], line),
+        (KEY, [b"hello", b"n1"], line[:-1] + b" }"),
+        (KEY, [b"hello", b"n1"], b""),
+        (KEY, [b"hello", b"n1"], b"{}"),
+    ):
         with pytest.raises(run_shard.TieError, match="wrong secret"):
             run_shard.opened(key, context, text)
 
@@ -446,12 +485,12 @@ def test_nothing_of_a_session_can_be_replayed():
     first, second = ours.seal({"n": 1})[:-1], ours.seal({"n": 2})[:-1]
     assert theirs.open(first) == {"n": 1} and theirs.open(second) == {"n": 2}
     with pytest.raises(run_shard.TieError):
-        theirs.open(second)                 # again
+        theirs.open(second)  # again
     with pytest.raises(run_shard.TieError):
-        ours.open(first)                    # to its sender
+        ours.open(first)  # to its sender
     other = run_shard.Session(KEY, b"l" * 32, b"g" * 32, False)
     with pytest.raises(run_shard.TieError):
-        other.open(first)                   # on another connection
+        other.open(first)  # on another connection
 
 
 @settings(max_examples=100, deadline=None)

@@ -10,6 +10,7 @@ import pathlib
 import hardware_trees
 import pytest
 import yaml
+
 from ansible_collections.rankzero.inference.plugins.module_utils import hcas, topology
 
 FIXTURES = pathlib.Path(__file__).parent.parent / "fixtures" / "hardware"
@@ -24,18 +25,21 @@ SWITCH = ROOT + "/0000:16:00.0"
 GPU = SWITCH + "/0000:17:00.0/0000:18:00.0"
 
 
-@pytest.mark.parametrize(("other", "distance"), [
-    (SWITCH + "/0000:17:00.0/0000:18:00.1", "PIX"),                                     # two functions at one port
-    (SWITCH + "/0000:17:01.0/0000:19:00.0", "PIX"),                                     # two ports of one switch
-    (SWITCH + "/0000:17:02.0/0000:1a:00.0/0000:1b:00.0/0000:1c:00.0", "PXB"),           # a switch behind the switch
-    (SWITCH + "/0000:17:02.0/0000:1a:00.0/0000:1b:00.0", "PXB"),                        # a bridge behind the switch
-    (ROOT.replace("01.0", "02.0") + "/0000:20:00.0", "PHB"),                            # another root port
-    ("/sys/devices/pci0000:40/0000:40:01.0/0000:41:00.0", "NODE"),                      # another host bridge, same node
-    ("/sys/devices/pci0009:15/0009:15:01.0/0009:16:00.0", "NODE"),                      # another PCI domain
-    ("/sys/devices/virtual/infiniband/rxe0", None),
-    ("", None),
-    (None, None),
-])
+@pytest.mark.parametrize(
+    ("other", "distance"),
+    [
+        (SWITCH + "/0000:17:00.0/0000:18:00.1", "PIX"),  # two functions at one port
+        (SWITCH + "/0000:17:01.0/0000:19:00.0", "PIX"),  # two ports of one switch
+        (SWITCH + "/0000:17:02.0/0000:1a:00.0/0000:1b:00.0/0000:1c:00.0", "PXB"),  # a switch behind the switch
+        (SWITCH + "/0000:17:02.0/0000:1a:00.0/0000:1b:00.0", "PXB"),  # a bridge behind the switch
+        (ROOT.replace("01.0", "02.0") + "/0000:20:00.0", "PHB"),  # another root port
+        ("/sys/devices/pci0000:40/0000:40:01.0/0000:41:00.0", "NODE"),  # another host bridge, same node
+        ("/sys/devices/pci0009:15/0009:15:01.0/0009:16:00.0", "NODE"),  # another PCI domain
+        ("/sys/devices/virtual/infiniband/rxe0", None),
+        ("", None),
+        (None, None),
+    ],
+)
 def test_distance(other, distance):
     assert topology.distance(GPU, other, 0, 0) == distance
     assert topology.distance(other, GPU, 0, 0) == distance
@@ -111,7 +115,10 @@ def test_devices_without_a_place_are_unknown(tmp_path):
     tree.pci("0000:18:00.0", numa_node=0)
     tree.hca("rxe0", parent="eth0")
     tree.hca("mlx5_0", pci="0000:18:00.0")
-    gpus = [{"uuid": "GPU-a", "pci_bdf": "0000:99:00.0", "numa_node": 0}, {"uuid": "GPU-b", "pci_bdf": None, "numa_node": None},
-            {"uuid": None, "pci_bdf": None}]
+    gpus = [
+        {"uuid": "GPU-a", "pci_bdf": "0000:99:00.0", "numa_node": 0},
+        {"uuid": "GPU-b", "pci_bdf": None, "numa_node": None},
+        {"uuid": None, "pci_bdf": None},
+    ]
     table = topology.gpu_hca(gpus, hcas.read(str(tree.sysfs), str(tree.dev), []), str(tree.sysfs))
     assert table == {"GPU-a": {"mlx5_0": None, "rxe0": None}, "GPU-b": {"mlx5_0": None, "rxe0": None}}

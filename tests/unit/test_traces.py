@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+
 from ansible_collections.rankzero.inference.plugins.module_utils import teardown, traces
 from ansible_collections.rankzero.inference.plugins.module_utils.revisions import Owner, Revisions
 
@@ -44,7 +45,7 @@ def started() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 def read(store: Revisions, units: pathlib.Path) -> dict[str, object]:
-    return traces.read(store.config_root[:-len("/etc/rankzero")], "/proc", str(units))["replicas"]  # type: ignore[no-any-return]
+    return traces.read(store.config_root[: -len("/etc/rankzero")], "/proc", str(units))["replicas"]  # type: ignore[no-any-return]
 
 
 def test_a_clean_host_has_none(store: Revisions, units: pathlib.Path) -> None:
@@ -73,7 +74,9 @@ def test_a_unit_is_one_only_of_this_root(store: Revisions, units: pathlib.Path) 
     assert traces.unit_of(system, str(units)) == str(units / "multi-user.target.wants/inference-left.service")
 
 
-def test_processes_are_found_by_marker_program_and_configuration(store: Revisions, units: pathlib.Path, started: list[subprocess.Popen[bytes]], tmp_path: pathlib.Path) -> None:
+def test_processes_are_found_by_marker_program_and_configuration(
+    store: Revisions, units: pathlib.Path, started: list[subprocess.Popen[bytes]], tmp_path: pathlib.Path
+) -> None:
     script = pathlib.Path(store.directory, "current/run_shard.py")
     script.parent.mkdir(parents=True)
     script.write_text(SLEEP)
@@ -83,9 +86,13 @@ def test_processes_are_found_by_marker_program_and_configuration(store: Revision
         program.chmod(0o755)
     home = {**os.environ, "RANKZERO_SHARD": "left/0/run", "HOME": store.work_dir}
     commands = [
-        ([sys.executable, "-c", SLEEP], home, True), ([sys.executable, "-I", str(script)], None, True), ([str(supervisord), "-c", store.directory + "/supervisord.conf"], None, True),
-        ([sys.executable, "-c", SLEEP], {**home, "HOME": "/elsewhere/var/lib/rankzero/left"}, False), ([sys.executable, "-c", SLEEP], {**home, "RANKZERO_SHARD": "left-2/0/run"}, False),
-        ([str(editor), str(script)], None, False), ([sys.executable, str(script), "--show"], None, False),
+        ([sys.executable, "-c", SLEEP], home, True),
+        ([sys.executable, "-I", str(script)], None, True),
+        ([str(supervisord), "-c", store.directory + "/supervisord.conf"], None, True),
+        ([sys.executable, "-c", SLEEP], {**home, "HOME": "/elsewhere/var/lib/rankzero/left"}, False),
+        ([sys.executable, "-c", SLEEP], {**home, "RANKZERO_SHARD": "left-2/0/run"}, False),
+        ([str(editor), str(script)], None, False),
+        ([sys.executable, str(script), "--show"], None, False),
     ]
     for words, environment, _ours in commands:
         started.append(subprocess.Popen(words, env=environment))
@@ -97,7 +104,22 @@ def test_processes_are_found_by_marker_program_and_configuration(store: Revision
     assert read(store, units)["left"]["pids"] == wanted  # type: ignore[index]
 
 
-@pytest.mark.parametrize(("name", "good"), [("glm", True), ("a", True), ("a-1", True), ("", False), ("..", False), ("a/b", False), ("-a", False), ("a-", False), ("A", False), ("a" * 41, False), ("ä", False)])
+@pytest.mark.parametrize(
+    ("name", "good"),
+    [
+        ("glm", True),
+        ("a", True),
+        ("a-1", True),
+        ("", False),
+        ("..", False),
+        ("a/b", False),
+        ("-a", False),
+        ("a-", False),
+        ("A", False),
+        ("a" * 41, False),
+        ("ä", False),
+    ],
+)
 def test_names(name: str, good: bool) -> None:
     assert traces.is_name(name) is good
 
@@ -106,8 +128,16 @@ def test_names(name: str, good: bool) -> None:
 
 
 def test_every_port_of_every_run_is_watched() -> None:
-    launch = {"rank": 0, "tie": {"address": "127.0.0.9", "port": 29400},
-              "listen_ports": [{"address": "127.0.0.9", "port": 8000}, {"address": "127.0.0.9", "port": 29500, "ports": [29500, 29501]}, {"address": "x", "port": None}, 7]}
+    launch = {
+        "rank": 0,
+        "tie": {"address": "127.0.0.9", "port": 29400},
+        "listen_ports": [
+            {"address": "127.0.0.9", "port": 8000},
+            {"address": "127.0.0.9", "port": 29500, "ports": [29500, 29501]},
+            {"address": "x", "port": None},
+            7,
+        ],
+    }
     assert teardown.endpoints_of(launch) == [("127.0.0.9", 8000), ("127.0.0.9", 29400), ("127.0.0.9", 29500), ("127.0.0.9", 29501)]
     assert ("127.0.0.9", 29400) not in teardown.endpoints_of({**launch, "rank": 1})
     assert teardown.endpoints_of({}) == teardown.endpoints_of({"listen_ports": None, "tie": 3}) == []

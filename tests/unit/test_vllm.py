@@ -36,12 +36,15 @@ def problems(*args: str, **more: Any) -> list[str]:
 
 # ---- one node, and several by multiprocessing
 
+
 def test_one_node_serves_with_the_model_before_everything_else() -> None:
     (shard,) = made.good(profile(args=["--max-model-len", "32768"]))
     launch = made.engine(shard)
     assert launch["path"] == "/opt/vllm/bin/vllm" and launch["args"][:4] == ["serve", "/models/glm", "--max-model-len", "32768"]
     assert made.value(launch, "--tensor-parallel-size") == "8" and made.value(launch, "--port") == "8000" and made.value(launch, "--host") == "10.0.0.1"
-    assert made.value(launch, "--served-model-name") == "glm" and not {"--nnodes", "--headless", "--master-addr", "--distributed-timeout-seconds"} & set(launch["args"])
+    assert made.value(launch, "--served-model-name") == "glm" and not {"--nnodes", "--headless", "--master-addr", "--distributed-timeout-seconds"} & set(
+        launch["args"]
+    )
 
 
 @pytest.mark.parametrize("nodes", [2, 4])
@@ -49,9 +52,14 @@ def test_ranks_meet_at_the_leader_and_only_followers_are_headless(nodes: int) ->
     shards = made.good(profile(nodes))
     for shard in shards:
         launch = made.engine(shard)
-        assert [made.value(launch, option) for option in ("--nnodes", "--node-rank", "--master-addr", "--master-port")] == [str(nodes), str(shard["rank"]), "10.0.0.1", "29500"]
+        assert [made.value(launch, option) for option in ("--nnodes", "--node-rank", "--master-addr", "--master-port")] == [
+            str(nodes),
+            str(shard["rank"]),
+            "10.0.0.1",
+            "29500",
+        ]
         assert ("--headless" in launch["args"]) == (shard["rank"] > 0) == ("--port" not in launch["args"]) == (not shard["serves_http"])
-        assert launch["args"][0] == "serve"         # the module form ignores --headless (vllm#33910)
+        assert launch["args"][0] == "serve"  # the module form ignores --headless (vllm#33910)
         assert made.value(launch, "--distributed-executor-backend") == "mp"
     engine_args = [[word for word in made.engine(shard)["args"] if word not in ("--headless", str(shard["rank"]))] for shard in shards[1:]]
     assert all(args == engine_args[0] for args in engine_args)
@@ -101,14 +109,31 @@ def test_a_503_is_no_sign_of_loading() -> None:
 
 # ---- Ray
 
+
 def test_ray_runs_beside_the_engine_on_the_leader_and_is_the_engine_of_followers() -> None:
     leader, follower = made.good(profile(2, distributed="ray"))
     assert [launch["name"] for launch in leader["launches"]] == ["ray-head", "vllm"] and [launch["name"] for launch in follower["launches"]] == ["ray-worker"]
     head, server = leader["launches"]
-    assert head["args"] == ["start", "--head", "--port", "29500", "--include-dashboard=false", "--node-ip-address", "10.0.0.1", "--num-gpus", "8", "--disable-usage-stats", "--block"]
+    assert head["args"] == [
+        "start",
+        "--head",
+        "--port",
+        "29500",
+        "--include-dashboard=false",
+        "--node-ip-address",
+        "10.0.0.1",
+        "--num-gpus",
+        "8",
+        "--disable-usage-stats",
+        "--block",
+    ]
     worker = made.engine(follower)
     assert worker["args"] == ["start", "--address", "10.0.0.1:29500", "--node-ip-address", "10.0.0.2", "--num-gpus", "8", "--disable-usage-stats", "--block"]
-    assert head["path"] == worker["path"] == "/opt/vllm/bin/ray" and worker["wait_for_leader_port"] == server["wait_for_leader_port"] == 29500 and head["wait_for_leader_port"] is None
+    assert (
+        head["path"] == worker["path"] == "/opt/vllm/bin/ray"
+        and worker["wait_for_leader_port"] == server["wait_for_leader_port"] == 29500
+        and head["wait_for_leader_port"] is None
+    )
     assert made.value(server, "--distributed-executor-backend") == "ray" and not {"--nnodes", "--headless", "--master-addr"} & set(server["args"])
 
 
@@ -138,7 +163,9 @@ def test_ray_must_be_in_the_build_and_its_sockets_must_fit() -> None:
     found["n2"]["engines"]["vllm"] = [made.build("vllm") | {"paths": {"vllm": "/opt/vllm/bin/vllm"}}]
     assert facts.faults(found, profile(2, distributed="ray")) == [("n2", "engines.vllm")]
     name = "a-replica-with-a-name-of-some-length"
-    assert {field for _host, field in facts.faults(made.hosts(2), profile(2, distributed="ray"), replica=name)} == {"replica_name"} and facts.good(made.hosts(2), profile(2), replica=name)
+    assert {field for _host, field in facts.faults(made.hosts(2), profile(2, distributed="ray"), replica=name)} == {"replica_name"} and facts.good(
+        made.hosts(2), profile(2), replica=name
+    )
     longest = max(len(shard["work_dir"]) for shard in made.good(profile(2, distributed="ray"), replica="glm"))
     assert longest + len("/ray/session_2026-01-31_12-00-00_123456_4194304/sockets/plasma_store") <= 107
 
@@ -149,13 +176,16 @@ def test_ray_is_a_warning_about_its_open_ports() -> None:
 
 # ---- data parallel
 
+
 def test_internal_data_parallel_gives_every_node_its_ranks_and_one_server() -> None:
     shards = made.good(profile(2, tp=2, pp=1, dp=8))
     for shard in shards:
         launch = made.engine(shard)
         assert [made.value(launch, f"--data-parallel-{name}") for name in ("size", "size-local", "address", "rpc-port")] == ["8", "4", "10.0.0.1", "29500"]
-        assert made.value(launch, "--data-parallel-start-rank") == (None if shard["rank"] == 0 else "4")    # on the leader it alone would mean hybrid
-        assert ("--headless" in launch["args"]) == (shard["rank"] > 0) and "--data-parallel-hybrid-lb" not in launch["args"] and "--nnodes" not in launch["args"]
+        assert made.value(launch, "--data-parallel-start-rank") == (None if shard["rank"] == 0 else "4")  # on the leader it alone would mean hybrid
+        assert (
+            ("--headless" in launch["args"]) == (shard["rank"] > 0) and "--data-parallel-hybrid-lb" not in launch["args"] and "--nnodes" not in launch["args"]
+        )
     assert [shard["serves_http"] for shard in shards] == [True, False]
 
 
@@ -163,7 +193,11 @@ def test_hybrid_data_parallel_serves_and_is_proven_on_every_node() -> None:
     shards = made.good(profile(2, tp=2, pp=1, dp=8, dp_mode="hybrid"), options={"replica_http_host": "10.0.0.1"})
     for shard, address in zip(shards, ("10.0.0.1", "10.0.0.2")):
         launch = made.engine(shard)
-        assert made.value(launch, "--data-parallel-start-rank") == str(shard["rank"] * 4) and "--data-parallel-hybrid-lb" in launch["args"] and "--headless" not in launch["args"]
+        assert (
+            made.value(launch, "--data-parallel-start-rank") == str(shard["rank"] * 4)
+            and "--data-parallel-hybrid-lb" in launch["args"]
+            and "--headless" not in launch["args"]
+        )
         assert made.value(launch, "--host") == address and launch["secret_env"] == ["VLLM_API_KEY"] and shard["ready"]["url"] == f"http://{address}:8000"
         assert shard["ready"]["key_secret"] == "api_key" and shard["ready"]["expect_models"] == ["glm"]
     assert shards[1]["ready"]["leader_health"]["url"] == "http://10.0.0.1:8000"
@@ -174,10 +208,14 @@ def test_data_parallel_on_one_node_needs_no_addresses() -> None:
     assert made.value(launch, "--data-parallel-size") == "4" and "--data-parallel-address" not in launch["args"]
 
 
-@pytest.mark.parametrize("more", [
-    {"tp": 8, "pp": 1, "dp": 2, "dp_mode": "hybrid"},               # one rank a node: vLLM would switch to external balancing
-    {"tp": 8, "pp": 2, "dp_mode": "hybrid"}, {"nodes": 1, "pp": 1, "tp": 2, "dp": 4, "dp_mode": "hybrid"},
-])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"tp": 8, "pp": 1, "dp": 2, "dp_mode": "hybrid"},  # one rank a node: vLLM would switch to external balancing
+        {"tp": 8, "pp": 2, "dp_mode": "hybrid"},
+        {"nodes": 1, "pp": 1, "tp": 2, "dp": 4, "dp_mode": "hybrid"},
+    ],
+)
 def test_hybrid_needs_several_ranks_on_several_nodes(more: dict[str, Any]) -> None:
     assert made.faults(profile(**{"nodes": 2, **more})) == ["dp_mode"]
 
@@ -188,21 +226,27 @@ def test_a_data_parallel_rank_does_not_span_nodes() -> None:
 
 # ---- CPU
 
+
 def test_cpu_ranks_form_a_tensor_parallel_group() -> None:
     leader, _follower = made.good(profile(2, tp=2, pp=1, gpus_per_node=0, threads=2))
     launch = made.engine(leader)
-    assert made.value(launch, "--tensor-parallel-size") == "2" and launch["env"]["VLLM_CPU_OMP_THREADS_BIND"] == "nobind" and launch["env"]["OMP_NUM_THREADS"] == "2"
+    assert (
+        made.value(launch, "--tensor-parallel-size") == "2"
+        and launch["env"]["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+        and launch["env"]["OMP_NUM_THREADS"] == "2"
+    )
     assert launch["env"]["CUDA_VISIBLE_DEVICES"] == "" and made.faults(profile(2, tp=3, pp=1, gpus_per_node=0)) == ["nodes"]
     assert facts.faults(facts.hosts(1), facts.profile(engine="sim", nodes=1, gpus_per_node=0, tp=2, pp=1)) == [(None, "replica_profile.gpus_per_node")]
 
 
 # ---- LoRA, names, types
 
+
 @pytest.mark.parametrize(("rank", "allowed"), [(1, "1"), (4, "8"), (16, "16"), (17, "32"), (300, "320"), (512, "512"), (None, "16")])
 def test_adapters_in_order_and_their_rank_rounded_up(rank: int | None, allowed: str) -> None:
     launch = made.engine(made.good(profile(adapters=made.ADAPTERS), found=made.hosts(1, adapter_rank=rank))[0])
     place = launch["args"].index("--lora-modules")
-    assert launch["args"][place - 1:place + 3] == ["--enable-lora", "--lora-modules", "sql=/adapters/sql", "fix=/adapters/fix"]
+    assert launch["args"][place - 1 : place + 3] == ["--enable-lora", "--lora-modules", "sql=/adapters/sql", "fix=/adapters/fix"]
     assert made.value(launch, "--max-loras") == "2" and made.value(launch, "--max-lora-rank") == allowed
 
 
@@ -231,10 +275,16 @@ def test_types_and_quantization_of_the_profile() -> None:
     assert facts.faults(facts.hosts(2), facts.profile(dtype="auto")) == [(None, "replica_profile.dtype")]
 
 
-@pytest.mark.parametrize(("wanted", "capability", "field"), [
-    ({"dtype": "bfloat16"}, "7.5", "dtype"), ({"kv_cache_dtype": "fp8"}, "7.5", "kv_cache_dtype"), ({"quantization": "mxfp4"}, "7.5", "quantization"),
-    ({"quantization": "nvfp4_per_token"}, "9.0", "quantization"), ({"quantization": "MXFP4"}, "7.5", "quantization"),
-])
+@pytest.mark.parametrize(
+    ("wanted", "capability", "field"),
+    [
+        ({"dtype": "bfloat16"}, "7.5", "dtype"),
+        ({"kv_cache_dtype": "fp8"}, "7.5", "kv_cache_dtype"),
+        ({"quantization": "mxfp4"}, "7.5", "quantization"),
+        ({"quantization": "nvfp4_per_token"}, "9.0", "quantization"),
+        ({"quantization": "MXFP4"}, "7.5", "quantization"),
+    ],
+)
 def test_the_weakest_gpu_decides(wanted: dict[str, Any], capability: str, field: str) -> None:
     found = made.hosts(1)
     for gpu in found["n1"]["gpus"]:
@@ -253,36 +303,118 @@ def test_quantization_of_the_models_own_config_counts() -> None:
 
 
 def test_heads_divide_by_the_tensor_parallel_size() -> None:
-    assert made.faults(profile(), found=made.hosts(1, config={"num_attention_heads": 12})) == ["tp"] and made.good(profile(), found=made.hosts(1, config={"num_attention_heads": 16}))
+    assert made.faults(profile(), found=made.hosts(1, config={"num_attention_heads": 12})) == ["tp"] and made.good(
+        profile(), found=made.hosts(1, config={"num_attention_heads": 16})
+    )
     assert made.faults(profile(2, tp=2, pp=1, gpus_per_node=0), found=made.hosts(2, config={"num_attention_heads": 5})) == ["tp"]
 
 
 # ---- arguments
 
-@pytest.mark.parametrize("args", [
-    ("--tensor-parallel-size", "2"), ("--tensor_parallel_size=2",), ("--tensor-par", "2"), ("-tp", "2"), ("-tp=2",), ("--nn", "2"), ("-n2",), ("-r=1",), ("--head",), ("--no-enable-lora",), ("--ho", "x"), ("--po", "1"),
-    ("--api-key", "k"), ("--api_k=k",), ("--mode", "x"), ("--model=x",), ("--config", "f"), ("--conf=f",), ("-q", "awq"), ("-qawq",), ("--quant", "fp8"), ("--quantization_config", "{}"), ("-dpr", "1"),
-    ("--data-parallel-start-rank=1",), ("-dph",), ("--uds", "/s"), ("--root-path", "/v1"), ("--grpc",), ("--omni",), ("--api-server-count", "2"), ("-asc=2",), ("--served-model-name", "x"), ("--max-lora-rank", "8"),
-    ("--dtype", "half"), ("--kv-cache-dtype=fp8",), ("--ssl-keyfile", "/k"), ("--disable-log-stats",), ("--log-level", "ERROR"), ("--device-ids", "0"), ("--help",), ("-h",), ("--hf-token=x",),
-    ("--distributed-timeout-seconds", "9"), ("--prefill-context-parallel-size", "2"), ("-dcp", "2"),
-])
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("--tensor-parallel-size", "2"),
+        ("--tensor_parallel_size=2",),
+        ("--tensor-par", "2"),
+        ("-tp", "2"),
+        ("-tp=2",),
+        ("--nn", "2"),
+        ("-n2",),
+        ("-r=1",),
+        ("--head",),
+        ("--no-enable-lora",),
+        ("--ho", "x"),
+        ("--po", "1"),
+        ("--api-key", "k"),
+        ("--api_k=k",),
+        ("--mode", "x"),
+        ("--model=x",),
+        ("--config", "f"),
+        ("--conf=f",),
+        ("-q", "awq"),
+        ("-qawq",),
+        ("--quant", "fp8"),
+        ("--quantization_config", "{}"),
+        ("-dpr", "1"),
+        ("--data-parallel-start-rank=1",),
+        ("-dph",),
+        ("--uds", "/s"),
+        ("--root-path", "/v1"),
+        ("--grpc",),
+        ("--omni",),
+        ("--api-server-count", "2"),
+        ("-asc=2",),
+        ("--served-model-name", "x"),
+        ("--max-lora-rank", "8"),
+        ("--dtype", "half"),
+        ("--kv-cache-dtype=fp8",),
+        ("--ssl-keyfile", "/k"),
+        ("--disable-log-stats",),
+        ("--log-level", "ERROR"),
+        ("--device-ids", "0"),
+        ("--help",),
+        ("-h",),
+        ("--hf-token=x",),
+        ("--distributed-timeout-seconds", "9"),
+        ("--prefill-context-parallel-size", "2"),
+        ("-dcp", "2"),
+    ],
+)
 def test_what_the_plan_sets_is_refused_in_every_spelling(args: tuple[str, ...]) -> None:
     assert problems(*args) == ["p.args[0]"]
 
 
-@pytest.mark.parametrize("args", [
-    ("--trust-remote-code",), ("--trust_remote_code",), ("--trust",), ("--no-trust-remote-code",), ("--worker-cls", "a.b"), ("--worker-extension-cls=a.b",), ("--middleware", "a.b"), ("--logits-processors", "x"),
-    ("--tool-parser-plugin", "x"), ("--reasoning-parser-plugin", "x"), ("--io-processor-plugin=x",), ("--tool-server", "x"), ("--hf-overrides", "{}"), ("--hf-overrides.auto_map", "x"), ("--additional-config.a=1",),
-    ("--kv-transfer-config", "{}"), ("--allowed-local-media-path", "/"), ("--model-loader-extra-config", "{}"), ("--load-format", "dummy"), ("--load-format=pt",), ("--load_f", "runai_streamer"), ("--scheduler-cls", "x"),
-])
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("--trust-remote-code",),
+        ("--trust_remote_code",),
+        ("--trust",),
+        ("--no-trust-remote-code",),
+        ("--worker-cls", "a.b"),
+        ("--worker-extension-cls=a.b",),
+        ("--middleware", "a.b"),
+        ("--logits-processors", "x"),
+        ("--tool-parser-plugin", "x"),
+        ("--reasoning-parser-plugin", "x"),
+        ("--io-processor-plugin=x",),
+        ("--tool-server", "x"),
+        ("--hf-overrides", "{}"),
+        ("--hf-overrides.auto_map", "x"),
+        ("--additional-config.a=1",),
+        ("--kv-transfer-config", "{}"),
+        ("--allowed-local-media-path", "/"),
+        ("--model-loader-extra-config", "{}"),
+        ("--load-format", "dummy"),
+        ("--load-format=pt",),
+        ("--load_f", "runai_streamer"),
+        ("--scheduler-cls", "x"),
+    ],
+)
 def test_what_executes_code_or_exposes_files_is_refused(args: tuple[str, ...]) -> None:
     assert problems(*args) == ["p.args[0]"]
 
 
-@pytest.mark.parametrize("args", [
-    ("--max-model-len", "32k"), ("--gpu-memory-utilization=0.9",), ("--enforce-eager",), ("--load-format", "safetensors"), ("-ep",), ("--enable-expert-parallel",), ("--compilation-config.mode", "3"), ("--max-num-seqs", "64"),
-    ("--tokenizer", "/models/glm"), ("--no-enable-prefix-caching",), ("--reasoning-parser", "qwen3"), ("--data", ), ("--served",),
-])
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("--max-model-len", "32k"),
+        ("--gpu-memory-utilization=0.9",),
+        ("--enforce-eager",),
+        ("--load-format", "safetensors"),
+        ("-ep",),
+        ("--enable-expert-parallel",),
+        ("--compilation-config.mode", "3"),
+        ("--max-num-seqs", "64"),
+        ("--tokenizer", "/models/glm"),
+        ("--no-enable-prefix-caching",),
+        ("--reasoning-parser", "qwen3"),
+        ("--data",),
+        ("--served",),
+    ],
+)
 def test_free_arguments_pass_unless_a_prefix_could_mean_ours(args: tuple[str, ...]) -> None:
     assert problems(*args) == (["p.args[0]"] if args[0] in ("--data", "--served") else [])
 
@@ -295,14 +427,33 @@ def test_words_without_an_option_and_a_bare_double_dash_are_refused() -> None:
     assert problems("other-model") == ["p.args[0]"] and problems("--enforce-eager", "--") == ["p.args[1]"]
 
 
-@pytest.mark.parametrize("name", ["VLLM_HOST_IP", "VLLM_PORT", "HOST_IP", "VLLM_API_KEY", "VLLM_TARGET_DEVICE", "SPT_NOENV", "RAY_ADDRESS", "VLLM_CONFIG_ROOT", "VLLM_PLUGINS", "MASTER_ADDR", "HF_HUB_OFFLINE"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "VLLM_HOST_IP",
+        "VLLM_PORT",
+        "HOST_IP",
+        "VLLM_API_KEY",
+        "VLLM_TARGET_DEVICE",
+        "SPT_NOENV",
+        "RAY_ADDRESS",
+        "VLLM_CONFIG_ROOT",
+        "VLLM_PLUGINS",
+        "MASTER_ADDR",
+        "HF_HUB_OFFLINE",
+    ],
+)
 def test_variables_that_contradict_the_plan_are_refused(name: str) -> None:
     assert made.faults(profile(env={name: "x"})) == [f"env.{name}"]
 
 
 # ---- the build
 
-@pytest.mark.parametrize(("told", "version"), [("0.32.0+cpu", "0.32.0+cpu"), ("INFO 11-29 12:00:00 loading\n0.33.0", "0.33.0"), ("sglang version: 0.5.23\ngit revision: 1.2abc", "0.5.23")])
+
+@pytest.mark.parametrize(
+    ("told", "version"),
+    [("0.32.0+cpu", "0.32.0+cpu"), ("INFO 11-29 12:00:00 loading\n0.33.0", "0.33.0"), ("sglang version: 0.5.23\ngit revision: 1.2abc", "0.5.23")],
+)
 def test_the_version_that_the_programs_print_is_found(told: str, version: str, tmp_path: pathlib.Path) -> None:
     program = tmp_path / "vllm"
     program.write_text("#!/bin/sh\ncat <<'END'\n%s\nEND\n" % told)

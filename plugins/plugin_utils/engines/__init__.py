@@ -28,8 +28,12 @@ def load(name: str, findings: Findings) -> Engine | None:
         namespace, collection, engine = name.split(".")
         return _foreign("ansible_collections.%s.%s.plugins.plugin_utils.engines.%s" % (namespace, collection, engine), name, findings)
     close = nearest(name, BUILT_IN)
-    findings.fault("engine", name, "one of %s, or an engine of another collection as namespace.collection.engine" % ", ".join(BUILT_IN),
-                   "Did you mean %s?" % close if close else "")
+    findings.fault(
+        "engine",
+        name,
+        "one of %s, or an engine of another collection as namespace.collection.engine" % ", ".join(BUILT_IN),
+        "Did you mean %s?" % close if close else "",
+    )
     return None
 
 
@@ -45,10 +49,14 @@ def _foreign(module: str, name: str, findings: Findings) -> Engine | None:
         return _adapter(module)
     except ModuleNotFoundError as error:
         seen = "no module %s" % error.name
-    except Exception as error:          # somebody else's code runs here: whatever it raises is told, not thrown at the operator
+    except Exception as error:  # somebody else's code runs here: whatever it raises is told, not thrown at the operator
         seen = "%s: %s" % (type(error).__name__, error)
-    findings.fault("engine", "%s: %s" % (name, seen), "an installed collection with a class Adapter(Engine) in %s" % module,
-                   "Install the collection, or use one of %s." % ", ".join(BUILT_IN))
+    findings.fault(
+        "engine",
+        "%s: %s" % (name, seen),
+        "an installed collection with a class Adapter(Engine) in %s" % module,
+        "Install the collection, or use one of %s." % ", ".join(BUILT_IN),
+    )
     return None
 
 

@@ -36,14 +36,14 @@ class Shard:
     leader_port: int
     http_host: str
     http_port: int
-    peers: tuple[Peer, ...]                     # all ranks but this one, by rank
+    peers: tuple[Peer, ...]  # all ranks but this one, by rank
     gpus: tuple[t.Mapping[str, t.Any], ...]
-    build: t.Mapping[str, t.Any]                # {} for an engine that needs no build
+    build: t.Mapping[str, t.Any]  # {} for an engine that needs no build
     python: str
     current_dir: str
     work_dir: str
     has_key: bool
-    models: t.Mapping[str, t.Any] = dataclasses.field(default_factory=dict)     # path -> what node facts say of it, the same on every rank
+    models: t.Mapping[str, t.Any] = dataclasses.field(default_factory=dict)  # path -> what node facts say of it, the same on every rank
 
     @property
     def is_leader(self) -> bool:
@@ -61,12 +61,12 @@ class Launch:
     name: str
     path: str
     args: tuple[str, ...]
-    env: t.Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)     # variable -> (value, why)
+    env: t.Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)  # variable -> (value, why)
     secret_env: t.Mapping[str, str] = dataclasses.field(default_factory=dict)
     secret_files: t.Mapping[str, str] = dataclasses.field(default_factory=dict)
     secret_args: t.Mapping[int, str] = dataclasses.field(default_factory=dict)
     wait_for_leader_port: int | None = None
-    wait_for_ranks: tuple[tuple[int, str, int], ...] = ()                              # (rank, address, port)
+    wait_for_ranks: tuple[tuple[int, str, int], ...] = ()  # (rank, address, port)
 
 
 class Engine:
@@ -74,35 +74,35 @@ class Engine:
 
     name = ""
     needs_build = True
-    programs: tuple[str, ...] = ()      # of a build; the first is the one that serves, and that is asked for version and devices
+    programs: tuple[str, ...] = ()  # of a build; the first is the one that serves, and that is asked for version and devices
     optional_programs: tuple[str, ...] = ()
     version_args: tuple[str, ...] = ("--version",)
     devices_args: tuple[str, ...] = ()
-    falls_back_to_cpu = False           # serves from the CPU, healthily, when its GPU backend does not load
-    gpu_token = "uuid"                  # what CUDA_VISIBLE_DEVICES holds: uuid or index
+    falls_back_to_cpu = False  # serves from the CPU, healthily, when its GPU backend does not load
+    gpu_token = "uuid"  # what CUDA_VISIBLE_DEVICES holds: uuid or index
     health_path = "/health"
     models_path = "/v1/models"
     metrics_path: str | None = "/metrics"
     probe_path = "/v1/chat/completions"
-    key_protects: str | None = "/v1/chat/completions"   # asked without the key, it must answer 401
+    key_protects: str | None = "/v1/chat/completions"  # asked without the key, it must answer 401
     program_files: tuple[str, ...] = ()  # files of roles/replica/files that go into the revision
-    warmup_503 = True                   # answers 503 while it loads or warms up; otherwise a 503 is a failure
-    uses_nccl = True                    # ranks exchange tensors through NCCL, so the choice of a fabric matters
-    heads_divide = True                 # attention heads must divide by TP
-    data_parallel = False               # has replicas of its own inside of one replica (dp)
-    distributed: tuple[str, ...] = ("mp",)      # ways to run over several nodes, of mp and ray
-    dp_modes: tuple[str, ...] = ("internal",)   # ways to balance requests over data parallel ranks, of internal and hybrid
-    attention_data_parallel = False     # can split attention by data inside of the tensor parallel group (attention_dp)
-    cpu_parallel = False                # CPU ranks can form a tensor, pipeline or data parallel group
-    dtypes: t.Mapping[str, int] = {}    # dtype -> minimum compute capability (0: any); empty where the engine has no such option
+    warmup_503 = True  # answers 503 while it loads or warms up; otherwise a 503 is a failure
+    uses_nccl = True  # ranks exchange tensors through NCCL, so the choice of a fabric matters
+    heads_divide = True  # attention heads must divide by TP
+    data_parallel = False  # has replicas of its own inside of one replica (dp)
+    distributed: tuple[str, ...] = ("mp",)  # ways to run over several nodes, of mp and ray
+    dp_modes: tuple[str, ...] = ("internal",)  # ways to balance requests over data parallel ranks, of internal and hybrid
+    attention_data_parallel = False  # can split attention by data inside of the tensor parallel group (attention_dp)
+    cpu_parallel = False  # CPU ranks can form a tensor, pipeline or data parallel group
+    dtypes: t.Mapping[str, int] = {}  # dtype -> minimum compute capability (0: any); empty where the engine has no such option
     kv_cache_dtypes: t.Mapping[str, int] = {}
-    context_option: str | None = None   # the option that sets the length of a sequence
-    weights_on_gpu = 1.0                # the part of the weights that is on GPUs for certain
+    context_option: str | None = None  # the option that sets the length of a sequence
+    weights_on_gpu = 1.0  # the part of the weights that is on GPUs for certain
     quantizations: t.Mapping[str, int] = {}
     grammar = Grammar({})
-    parser: tuple[tuple[str, ...], ...] = ()    # every option of the engine with its spellings (option_names.py)
-    owned: t.Mapping[str, str] = {}      # canonical option -> where its value comes from
-    refused: t.Mapping[str, str] = {}    # canonical option -> what it would do
+    parser: tuple[tuple[str, ...], ...] = ()  # every option of the engine with its spellings (option_names.py)
+    owned: t.Mapping[str, str] = {}  # canonical option -> where its value comes from
+    refused: t.Mapping[str, str] = {}  # canonical option -> what it would do
 
     def validate(self, profile: Profile, where: str, findings: Findings) -> None:
         """Everything about a profile that can be judged without a host. Adapters extend it."""
@@ -117,8 +117,12 @@ class Engine:
         if profile.attention_dp > 1 and not self.attention_data_parallel:
             findings.fault("%s.attention_dp" % where, profile.attention_dp, "1: %s has no attention data parallelism" % self.name)
         if profile.on_cpu and not self.cpu_parallel and max(profile.tp, profile.pp, profile.dp) > 1:
-            findings.fault("%s.gpus_per_node" % where, 0, "GPUs for tp %d, pp %d, dp %d" % (profile.tp, profile.pp, profile.dp),
-                           "A CPU profile (gpus_per_node 0) of %s has tp, pp and dp 1." % self.name)
+            findings.fault(
+                "%s.gpus_per_node" % where,
+                0,
+                "GPUs for tp %d, pp %d, dp %d" % (profile.tp, profile.pp, profile.dp),
+                "A CPU profile (gpus_per_node 0) of %s has tp, pp and dp 1." % self.name,
+            )
         for field, chosen, known in (("distributed", profile.distributed, self.distributed), ("dp_mode", profile.dp_mode, self.dp_modes)):
             if chosen not in known:
                 findings.fault("%s.%s" % (where, field), chosen, "one of %s for %s" % (", ".join(known), self.name))
@@ -136,8 +140,12 @@ class Engine:
                 findings.fault(field, spelled.text, "no %s" % spelled.option, "It %s." % self.refused[spelled.option])
         for position, text in unknown(profile.args, self.parser, self.grammar) if self.parser else ():
             close = nearest(text.split("=", 1)[0], (name for group in self.parser for name in group))
-            findings.warn("%s.args[%d]" % (where, position), text, "an option that %s is known to have" % self.name,
-                          "%sIf the build is of another release it may have it; otherwise the engine will not start." % ("Did you mean %s? " % close if close else ""))
+            findings.warn(
+                "%s.args[%d]" % (where, position),
+                text,
+                "an option that %s is known to have" % self.name,
+                "%sIf the build is of another release it may have it; otherwise the engine will not start." % ("Did you mean %s? " % close if close else ""),
+            )
 
     def _validate_positionals(self, profile: Profile, where: str, findings: Findings) -> None:
         """A bare C(--) would turn the plan's own options, which come last, into positionals; a word that no option takes is one (a second model)."""
@@ -147,7 +155,9 @@ class Engine:
             if text == "--":
                 findings.fault(field, text, "options only", "Remove it: the plan's own options follow the profile's.")
             elif not text.startswith("-") and before.startswith("-") and "=" in before:
-                findings.fault(field, text, "an option such as --max-model-len before it", "No option takes this word, so the engine would take it for a model.")
+                findings.fault(
+                    field, text, "an option such as --max-model-len before it", "No option takes this word, so the engine would take it for a model."
+                )
             before = text
 
     def serves_http(self, profile: Profile, rank: int) -> bool:

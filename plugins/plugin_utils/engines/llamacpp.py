@@ -18,38 +18,91 @@ from ansible_collections.rankzero.inference.plugins.plugin_utils.profile import 
 
 # Canonical option -> its other spellings (llama.cpp b11434, common/arg.cpp). Names are matched exactly, with _ for -.
 _OWNED = {
-    "--model": (("-m",), "model_path of the profile"), "--hf-repo": (("-hf", "-hfr"), "model_path of the profile"), "--hf-file": (("-hff",), "model_path of the profile"),
-    "--model-url": (("-mu",), "model_path of the profile"), "--docker-repo": (("-dr",), "model_path of the profile"), "--alias": (("-a",), "served_model_name of the profile"),
-    "--host": ((), "replica_http_host or the management address"), "--port": ((), "replica_http_port"), "--reuse-port": ((), "replica_http_port"),
-    "--api-prefix": ((), "the readiness gate's paths"), "--api-key": ((), "replica_api_key"), "--api-key-file": ((), "replica_api_key"), "--metrics": ((), "always on"),
-    "--rpc": ((), "nodes of the profile"), "--device": (("-dev",), "the shard's GPUs"), "--n-gpu-layers": (("-ngl", "--gpu-layers"), "gpus_per_node of the profile"),
-    "--fit": (("-fit",), "always off: it may leave layers on the CPU"), "--split-mode": (("-sm",), "the shard's GPUs"), "--tensor-split": (("-ts",), "the shard's GPUs"),
-    "--main-gpu": (("-mg",), "the shard's GPUs"), "--lora": ((), "adapters of the profile"), "--lora-scaled": ((), "adapters of the profile"),
-    "--lora-init-without-apply": ((), "adapters of the profile"), "--threads": (("-t",), "threads of the profile"), "--threads-http": ((), "the plan"),
-    "--log-file": ((), "the service's log"), "--log-disable": ((), "the evidence in the log"), "--log-verbosity": (("-lv", "--verbosity", "-v", "--verbose", "--log-verbose"), "the evidence in the log"),
-    "--ssl-key-file": ((), "the readiness gate, which speaks plain HTTP"), "--ssl-cert-file": ((), "the readiness gate, which speaks plain HTTP"),
-    "--list-devices": ((), "nothing: it would list and exit"), "--version": ((), "nothing: it would print and exit"), "--help": (("-h", "--usage"), "nothing: it would print and exit"),
-    "--slots": (("--no-slots",), "always off"), "--hf-token": ((), "nothing: models are local files"), "--mmproj-url": ((), "model_path of the profile"),
-    "--hf-repo-draft": ((), "model_path of the profile"), "--cache-list": ((), "nothing: it would list and exit"), "--completion-bash": ((), "nothing: it would print and exit"),
+    "--model": (("-m",), "model_path of the profile"),
+    "--hf-repo": (("-hf", "-hfr"), "model_path of the profile"),
+    "--hf-file": (("-hff",), "model_path of the profile"),
+    "--model-url": (("-mu",), "model_path of the profile"),
+    "--docker-repo": (("-dr",), "model_path of the profile"),
+    "--alias": (("-a",), "served_model_name of the profile"),
+    "--host": ((), "replica_http_host or the management address"),
+    "--port": ((), "replica_http_port"),
+    "--reuse-port": ((), "replica_http_port"),
+    "--api-prefix": ((), "the readiness gate's paths"),
+    "--api-key": ((), "replica_api_key"),
+    "--api-key-file": ((), "replica_api_key"),
+    "--metrics": ((), "always on"),
+    "--rpc": ((), "nodes of the profile"),
+    "--device": (("-dev",), "the shard's GPUs"),
+    "--n-gpu-layers": (("-ngl", "--gpu-layers"), "gpus_per_node of the profile"),
+    "--fit": (("-fit",), "always off: it may leave layers on the CPU"),
+    "--split-mode": (("-sm",), "the shard's GPUs"),
+    "--tensor-split": (("-ts",), "the shard's GPUs"),
+    "--main-gpu": (("-mg",), "the shard's GPUs"),
+    "--lora": ((), "adapters of the profile"),
+    "--lora-scaled": ((), "adapters of the profile"),
+    "--lora-init-without-apply": ((), "adapters of the profile"),
+    "--threads": (("-t",), "threads of the profile"),
+    "--threads-http": ((), "the plan"),
+    "--log-file": ((), "the service's log"),
+    "--log-disable": ((), "the evidence in the log"),
+    "--log-verbosity": (("-lv", "--verbosity", "-v", "--verbose", "--log-verbose"), "the evidence in the log"),
+    "--ssl-key-file": ((), "the readiness gate, which speaks plain HTTP"),
+    "--ssl-cert-file": ((), "the readiness gate, which speaks plain HTTP"),
+    "--list-devices": ((), "nothing: it would list and exit"),
+    "--version": ((), "nothing: it would print and exit"),
+    "--help": (("-h", "--usage"), "nothing: it would print and exit"),
+    "--slots": (("--no-slots",), "always off"),
+    "--hf-token": ((), "nothing: models are local files"),
+    "--mmproj-url": ((), "model_path of the profile"),
+    "--hf-repo-draft": ((), "model_path of the profile"),
+    "--cache-list": ((), "nothing: it would list and exit"),
+    "--completion-bash": ((), "nothing: it would print and exit"),
     "--device-draft": ((), "the shard's GPUs"),
     # Presets name a model to download, and its port.
-    **dict.fromkeys(("--embd-gemma-default", "--fim-qwen-1.5b-default", "--fim-qwen-3b-default", "--fim-qwen-7b-default", "--fim-qwen-7b-spec", "--fim-qwen-14b-spec", "--fim-qwen-30b-default", "--gpt-oss-20b-default", "--gpt-oss-120b-default", "--vision-gemma-4b-default", "--vision-gemma-12b-default"), ((), "model_path of the profile")),
+    **dict.fromkeys(
+        (
+            "--embd-gemma-default",
+            "--fim-qwen-1.5b-default",
+            "--fim-qwen-3b-default",
+            "--fim-qwen-7b-default",
+            "--fim-qwen-7b-spec",
+            "--fim-qwen-14b-spec",
+            "--fim-qwen-30b-default",
+            "--gpt-oss-20b-default",
+            "--gpt-oss-120b-default",
+            "--vision-gemma-4b-default",
+            "--vision-gemma-12b-default",
+        ),
+        ((), "model_path of the profile"),
+    ),
 }
 _REFUSED = {
-    "--tools": ((), "lets requests execute shell commands and write files"), "--agent": (("-ag",), "lets requests execute tools"), "--tools-runtime": ((), "executes tools"),
-    "--mcp-servers-config": ((), "starts programs"), "--mcp-servers-json": ((), "starts programs"), "--ui-mcp-proxy": ((), "proxies to other servers"),
-    "--models-dir": ((), "turns the server into a router that is healthy without a model"), "--models-preset": ((), "turns the server into a router that is healthy without a model"),
-    "--path": ((), "serves files of the host"), "--media-path": ((), "serves files of the host"), "--slot-save-path": ((), "writes files by request"),
-    "--props": ((), "lets requests change the server"), "--video-ffmpeg-dir": ((), "names programs to execute"), "--override-kv": ((), "changes the model's own metadata"),
-    "--log-prompts-dir": ((), "writes what users wrote to files"), "--lookup-cache-dynamic": ((), "writes files by name"),
-    "--models-max": ((), "turns the server into a router that is healthy without a model"), "--models-autoload": ((), "turns the server into a router that is healthy without a model"),
+    "--tools": ((), "lets requests execute shell commands and write files"),
+    "--agent": (("-ag",), "lets requests execute tools"),
+    "--tools-runtime": ((), "executes tools"),
+    "--mcp-servers-config": ((), "starts programs"),
+    "--mcp-servers-json": ((), "starts programs"),
+    "--ui-mcp-proxy": ((), "proxies to other servers"),
+    "--models-dir": ((), "turns the server into a router that is healthy without a model"),
+    "--models-preset": ((), "turns the server into a router that is healthy without a model"),
+    "--path": ((), "serves files of the host"),
+    "--media-path": ((), "serves files of the host"),
+    "--slot-save-path": ((), "writes files by request"),
+    "--props": ((), "lets requests change the server"),
+    "--video-ffmpeg-dir": ((), "names programs to execute"),
+    "--override-kv": ((), "changes the model's own metadata"),
+    "--log-prompts-dir": ((), "writes what users wrote to files"),
+    "--lookup-cache-dynamic": ((), "writes files by name"),
+    "--models-max": ((), "turns the server into a router that is healthy without a model"),
+    "--models-autoload": ((), "turns the server into a router that is healthy without a model"),
 }
 
 
 def _spellings(table: dict[str, tuple[tuple[str, ...], str]]) -> dict[str, str]:
     return {spelling: option for option, (others, _why) in table.items() for spelling in (option, *others)}
 
-_OTHER = ("--ctx-size", "--cache-type-k", "--cache-type-v")      # read for what they say, not refused
+
+_OTHER = ("--ctx-size", "--cache-type-k", "--cache-type-v")  # read for what they say, not refused
 
 
 class Adapter(Engine):
@@ -58,14 +111,14 @@ class Adapter(Engine):
     optional_programs = ("ggml-rpc-server",)
     devices_args = ("--list-devices",)
     falls_back_to_cpu = True
-    uses_nccl = False                   # RPC over TCP
+    uses_nccl = False  # RPC over TCP
     heads_divide = False
     owned = {option: why for option, (_others, why) in _OWNED.items()}
     refused = {option: what for option, (_others, what) in _REFUSED.items()}
     parser = PARSER
     grammar = grammar_of(PARSER, (*_OWNED, *_REFUSED, *_OTHER), {**_spellings(_OWNED), **_spellings(_REFUSED)}, prefixes=False, underscores=True, equals=False)
     context_option = "--ctx-size"
-    weights_on_gpu = 0.8                # token embeddings stay on the host
+    weights_on_gpu = 0.8  # token embeddings stay on the host
 
     def validate(self, profile: Profile, where: str, findings: Findings) -> None:
         super().validate(profile, where, findings)
@@ -77,26 +130,45 @@ class Adapter(Engine):
 
     def warnings(self, profile: Profile, findings: Findings) -> None:
         if profile.nodes > 1:
-            findings.warn("engine", "llamacpp over %d nodes" % profile.nodes, "a network that only the replica's hosts reach",
-                          "ggml-rpc-server has no authentication and known memory-safety bugs (llama.cpp#25289): keep its port inside a firewall.")
+            findings.warn(
+                "engine",
+                "llamacpp over %d nodes" % profile.nodes,
+                "a network that only the replica's hosts reach",
+                "ggml-rpc-server has no authentication and known memory-safety bugs (llama.cpp#25289): keep its port inside a firewall.",
+            )
 
     def expected_models(self, profile: Profile) -> list[str]:
-        return [profile.served_model_name]              # adapters are listed by /lora-adapters, not as models
+        return [profile.served_model_name]  # adapters are listed by /lora-adapters, not as models
 
     def cache_bytes(self, profile: Profile) -> float:
         """16 bits, unless the arguments choose another type; 4 bits are the smallest there are."""
         return 0.5 if any(spelled.option.startswith("--cache-type-") for spelled in find(profile.args, self.grammar)) else 2.0
 
     def needs_model(self, profile: Profile, rank: int) -> bool:
-        return rank == 0                                # RPC ranks get their tensors from the leader
+        return rank == 0  # RPC ranks get their tensors from the leader
 
     def launches(self, shard: Shard) -> list[Launch]:
         return [self._server(shard)] if shard.is_leader else [self._rpc_server(shard)]
 
     def _server(self, shard: Shard) -> Launch:
         profile = shard.profile
-        args = [*profile.args, "--model", profile.model_path, "--alias", profile.served_model_name, "--host", shard.http_host, "--port", str(shard.http_port),
-                "--metrics", "--no-slots", "-lv", "4", "-fit", "off"]
+        args = [
+            *profile.args,
+            "--model",
+            profile.model_path,
+            "--alias",
+            profile.served_model_name,
+            "--host",
+            shard.http_host,
+            "--port",
+            str(shard.http_port),
+            "--metrics",
+            "--no-slots",
+            "-lv",
+            "4",
+            "-fit",
+            "off",
+        ]
         if shard.peers:
             args += ["--rpc", ",".join("%s:%d" % (peer.address, shard.leader_port) for peer in shard.peers)]
         devices = self._devices(shard)
@@ -106,7 +178,10 @@ class Adapter(Engine):
         for adapter in profile.adapters:
             args += ["--lora", adapter.path]
         return Launch(
-            name="llama-server", path=self.program(shard, "llama-server"), args=tuple(args), secret_env={"LLAMA_API_KEY": "api_key"} if shard.has_key else {},
+            name="llama-server",
+            path=self.program(shard, "llama-server"),
+            args=tuple(args),
+            secret_env={"LLAMA_API_KEY": "api_key"} if shard.has_key else {},
             wait_for_ranks=tuple((peer.rank, peer.address, shard.leader_port) for peer in shard.peers),
         )
 

@@ -31,11 +31,35 @@ _OWNED = {
 }
 _SHORT = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-n": "--nnodes", "-r": "--node-rank", "-q": "--quantization", "-h": "--help"}
 # Everything else that sim_engine.py serve takes. It takes no abbreviations, and refuses them; here they count as what they would mean to vLLM.
-_OTHER = frozenset({
-    "--max-model-len", "--distributed-timeout-seconds", "--enable-lora", "--enable-metrics", "--no-sim-spawn-worker", "--sim-warmup-seconds", "--sim-load-seconds", "--sim-gpu-mib", "--sim-gpu-skip", "--sim-gpu-extra", "--sim-fail", "--sim-fail-rank",
-    "--sim-exit-after", "--sim-exit-code", "--sim-hang", "--sim-listen-late", "--sim-no-gpu", "--sim-ignore-term", "--sim-ttft", "--sim-itl", "--sim-spawn-worker",
-    "--sim-orphans", "--sim-process-directory", "--quantization", "--metrics",
-})
+_OTHER = frozenset(
+    {
+        "--max-model-len",
+        "--distributed-timeout-seconds",
+        "--enable-lora",
+        "--enable-metrics",
+        "--no-sim-spawn-worker",
+        "--sim-warmup-seconds",
+        "--sim-load-seconds",
+        "--sim-gpu-mib",
+        "--sim-gpu-skip",
+        "--sim-gpu-extra",
+        "--sim-fail",
+        "--sim-fail-rank",
+        "--sim-exit-after",
+        "--sim-exit-code",
+        "--sim-hang",
+        "--sim-listen-late",
+        "--sim-no-gpu",
+        "--sim-ignore-term",
+        "--sim-ttft",
+        "--sim-itl",
+        "--sim-spawn-worker",
+        "--sim-orphans",
+        "--sim-process-directory",
+        "--quantization",
+        "--metrics",
+    }
+)
 
 
 class Adapter(Engine):
@@ -46,26 +70,57 @@ class Adapter(Engine):
     program_files = ("sim_engine.py",)
     quantizations = VLLM
     owned = _OWNED
-    grammar = Grammar({**{option: option for option in (*_OWNED, "--quantization", "--max-model-len")}, **_SHORT}, every_long=frozenset(_OWNED) | _OTHER, every_short=frozenset(_SHORT), glued_shorts=True)
+    grammar = Grammar(
+        {**{option: option for option in (*_OWNED, "--quantization", "--max-model-len")}, **_SHORT},
+        every_long=frozenset(_OWNED) | _OTHER,
+        every_short=frozenset(_SHORT),
+        glued_shorts=True,
+    )
 
     def launches(self, shard: Shard) -> list[Launch]:
         profile = shard.profile
-        args = [shard.current_dir + "/sim_engine.py", "serve", profile.model_path, *profile.args,
-                "--host", shard.http_host, "--port", str(shard.http_port), "--served-model-name", profile.served_model_name,
-                "--tensor-parallel-size", str(profile.tp), "--pipeline-parallel-size", str(profile.pp)]
+        args = [
+            shard.current_dir + "/sim_engine.py",
+            "serve",
+            profile.model_path,
+            *profile.args,
+            "--host",
+            shard.http_host,
+            "--port",
+            str(shard.http_port),
+            "--served-model-name",
+            profile.served_model_name,
+            "--tensor-parallel-size",
+            str(profile.tp),
+            "--pipeline-parallel-size",
+            str(profile.pp),
+        ]
         if profile.quantization:
             args += ["--quantization", profile.quantization]
         if profile.adapters:
             args += ["--lora-modules", *("%s=%s" % (adapter.name, adapter.path) for adapter in profile.adapters)]
         if profile.nodes > 1:
-            args += ["--nnodes", str(profile.nodes), "--node-rank", str(shard.rank), "--master-addr", shard.leader_address, "--master-port", str(shard.leader_port)]
+            args += [
+                "--nnodes",
+                str(profile.nodes),
+                "--node-rank",
+                str(shard.rank),
+                "--master-addr",
+                shard.leader_address,
+                "--master-port",
+                str(shard.leader_port),
+            ]
             args += [] if shard.is_leader else ["--headless"]
-        return [Launch(
-            name="sim-engine", path=shard.python, args=tuple(args),
-            env={"VLLM_HOST_IP": (shard.address, "the rank's own address: other ranks connect to it")},
-            secret_env={"VLLM_API_KEY": "api_key"} if shard.has_key and shard.is_leader else {},
-            wait_for_leader_port=None if shard.is_leader else shard.leader_port,
-        )]
+        return [
+            Launch(
+                name="sim-engine",
+                path=shard.python,
+                args=tuple(args),
+                env={"VLLM_HOST_IP": (shard.address, "the rank's own address: other ranks connect to it")},
+                secret_env={"VLLM_API_KEY": "api_key"} if shard.has_key and shard.is_leader else {},
+                wait_for_leader_port=None if shard.is_leader else shard.leader_port,
+            )
+        ]
 
     def devices_command(self, shard: Shard) -> tuple[str, tuple[str, ...]]:
         return shard.python, (shard.current_dir + "/sim_engine.py", "devices")

@@ -55,38 +55,38 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 EX_USAGE, EX_UNAVAILABLE, EX_SOFTWARE, EX_OSERR, EX_CANTCREAT, EX_TEMPFAIL, EX_CONFIG = 64, 69, 70, 71, 73, 75, 78
-EX_GIVEN_UP = 79        # after the last of sysexits.h; the service file says that nothing starts it again
+EX_GIVEN_UP = 79  # after the last of sysexits.h; the service file says that nothing starts it again
 
 SCHEMA = 1
 MARKER = "RANKZERO_SHARD"
 SECRET_MASK = "(secret)"
 
 DEFAULT_STOP_SECONDS = 30.0
-WAIT_LOG_SECONDS = 30.0         # how often a launch that still waits for a port says so again
-PROBE_PERIOD_SECONDS = 0.5      # between two attempts to connect
-PROBE_TIMEOUT_SECONDS = 3.0     # a host that drops packets answers nothing at all
-ORPHAN_GRACE_SECONDS = 3.0      # for what an ended launch has left running, before SIGKILL
-LEFTOVER_GRACE_SECONDS = 5.0    # for what an earlier run has left running, before SIGKILL
-KILL_SECONDS = 10.0             # SIGKILL is only late for a process in uninterruptible sleep, in a driver for example
+WAIT_LOG_SECONDS = 30.0  # how often a launch that still waits for a port says so again
+PROBE_PERIOD_SECONDS = 0.5  # between two attempts to connect
+PROBE_TIMEOUT_SECONDS = 3.0  # a host that drops packets answers nothing at all
+ORPHAN_GRACE_SECONDS = 3.0  # for what an ended launch has left running, before SIGKILL
+LEFTOVER_GRACE_SECONDS = 5.0  # for what an earlier run has left running, before SIGKILL
+KILL_SECONDS = 10.0  # SIGKILL is only late for a process in uninterruptible sleep, in a driver for example
 TICK_SECONDS = 0.05
-DEFAULT_SILENT_SECONDS = 20.0   # a rank that is not heard of for so long is lost
-HANDSHAKE_SECONDS = 5.0         # from connecting to the welcome
-OWN_ADDRESS_SECONDS = 120.0     # for the network of a host that has just booted
-REFUSED_LOG_SECONDS = 30.0      # how often the same refusal of the same address is logged
-FAREWELL_SECONDS = 1.0          # for the last lines to the other ranks before this process ends
-GPU_CHECK_SECONDS = 60.0        # the driver takes seconds to wake up without persistence mode, and may hang
-GPU_SETTLE_SECONDS = 5.0        # the driver gives back the memory of ended processes a moment later
-GPU_NOBODYS_MIB = 1024          # more than what the driver and a display take for themselves
+DEFAULT_SILENT_SECONDS = 20.0  # a rank that is not heard of for so long is lost
+HANDSHAKE_SECONDS = 5.0  # from connecting to the welcome
+OWN_ADDRESS_SECONDS = 120.0  # for the network of a host that has just booted
+REFUSED_LOG_SECONDS = 30.0  # how often the same refusal of the same address is logged
+FAREWELL_SECONDS = 1.0  # for the last lines to the other ranks before this process ends
+GPU_CHECK_SECONDS = 60.0  # the driver takes seconds to wake up without persistence mode, and may hang
+GPU_SETTLE_SECONDS = 5.0  # the driver gives back the memory of ended processes a moment later
+GPU_NOBODYS_MIB = 1024  # more than what the driver and a display take for themselves
 
 MOST_LINE_BYTES = 4096
-MOST_GUESTS = 16                # connections to the tie that have not said who they are
+MOST_GUESTS = 16  # connections to the tie that have not said who they are
 MOST_OUTGOING_BYTES = 65536
 
 PROC = "/proc"
 NVIDIA_GPUS = "/proc/driver/nvidia/gpus"
-HCA_PATIENCE_SECONDS = 30.0     # below the unit's TimeoutStartSec
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36       # linux/prctl.h
-TCP_LISTEN = "0A"                                      # net/tcp_states.h
+HCA_PATIENCE_SECONDS = 30.0  # below the unit's TimeoutStartSec
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+TCP_LISTEN = "0A"  # net/tcp_states.h
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 ENVIRONMENT_LINE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)='((?:[^']|'\\'')*)'")
@@ -96,16 +96,57 @@ PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 # wrote them, they are not passed on. LD_LIBRARY_PATH, PATH, HOME and PYTHONPATH come from engine builds and stay.
 UNSAFE_PREFIXES = ("BASH_FUNC_", "DYLD_", "LD_", "LISTEN_", "WATCHDOG_")
 UNSAFE_EXCEPT = frozenset({"LD_LIBRARY_PATH"})
-UNSAFE_NAMES = frozenset({
-    "GCONV_PATH", "GETCONF_DIR", "GLIBC_TUNABLES", "HOSTALIASES", "LOCPATH", "MALLOC_TRACE", "NLSPATH", "RESOLV_HOST_CONF",
-    "BASHOPTS", "BASH_ENV", "BASH_LOADABLES_PATH", "CDPATH", "ENV", "IFS", "PROMPT_COMMAND", "PS4", "SHELLOPTS", "ZDOTDIR",
-    "PYTHONBREAKPOINT", "PYTHONCASEOK", "PYTHONEXECUTABLE", "PYTHONHOME", "PYTHONINSPECT", "PYTHONPLATLIBDIR", "PYTHONPYCACHEPREFIX",
-    "PYTHONSTARTUP", "PYTHONUSERBASE", "PYTHONWARNINGS",
-    "JAVA_TOOL_OPTIONS", "JDK_JAVA_OPTIONS", "_JAVA_OPTIONS", "NODE_OPTIONS", "PERL5DB", "PERL5LIB", "PERL5OPT", "RUBYLIB", "RUBYOPT",
-    "CUDA_INJECTION32_PATH", "CUDA_INJECTION64_PATH", "NVTX_INJECTION32_PATH", "NVTX_INJECTION64_PATH",
-    "OPENSSL_CONF", "OPENSSL_ENGINES", "OPENSSL_MODULES",
-    "CREDENTIALS_DIRECTORY", "NOTIFY_SOCKET", MARKER,
-})
+UNSAFE_NAMES = frozenset(
+    {
+        "GCONV_PATH",
+        "GETCONF_DIR",
+        "GLIBC_TUNABLES",
+        "HOSTALIASES",
+        "LOCPATH",
+        "MALLOC_TRACE",
+        "NLSPATH",
+        "RESOLV_HOST_CONF",
+        "BASHOPTS",
+        "BASH_ENV",
+        "BASH_LOADABLES_PATH",
+        "CDPATH",
+        "ENV",
+        "IFS",
+        "PROMPT_COMMAND",
+        "PS4",
+        "SHELLOPTS",
+        "ZDOTDIR",
+        "PYTHONBREAKPOINT",
+        "PYTHONCASEOK",
+        "PYTHONEXECUTABLE",
+        "PYTHONHOME",
+        "PYTHONINSPECT",
+        "PYTHONPLATLIBDIR",
+        "PYTHONPYCACHEPREFIX",
+        "PYTHONSTARTUP",
+        "PYTHONUSERBASE",
+        "PYTHONWARNINGS",
+        "JAVA_TOOL_OPTIONS",
+        "JDK_JAVA_OPTIONS",
+        "_JAVA_OPTIONS",
+        "NODE_OPTIONS",
+        "PERL5DB",
+        "PERL5LIB",
+        "PERL5OPT",
+        "RUBYLIB",
+        "RUBYOPT",
+        "CUDA_INJECTION32_PATH",
+        "CUDA_INJECTION64_PATH",
+        "NVTX_INJECTION32_PATH",
+        "NVTX_INJECTION64_PATH",
+        "OPENSSL_CONF",
+        "OPENSSL_ENGINES",
+        "OPENSSL_MODULES",
+        "CREDENTIALS_DIRECTORY",
+        "NOTIFY_SOCKET",
+        MARKER,
+    }
+)
 
 
 class Refusal(Exception):
@@ -125,9 +166,9 @@ def log(text: str) -> None:
     """One plain line on stderr, where systemd's journal and supervisord's log find it."""
     line = "".join(character if character.isprintable() else "?" for character in text)
     try:
-        os.write(2, f"run_shard: {line}\n".encode("utf-8", "replace"))      # unbuffered: nothing is left to fail when Python ends
+        os.write(2, f"run_shard: {line}\n".encode("utf-8", "replace"))  # unbuffered: nothing is left to fail when Python ends
     except OSError:
-        pass        # who reads the log may go away; the shard must still be looked after and ended
+        pass  # who reads the log may go away; the shard must still be looked after and ended
 
 
 def utc(epoch: float) -> str:
@@ -199,8 +240,10 @@ class Launch:
     secret_env: Mapping[str, str]
     wait_for: tuple[Endpoint, ...]
     secret_args: Mapping[int, str] = field(default_factory=dict)
-    run_args: Mapping[int, tuple[str, ...]] = field(default_factory=dict)   # position of an argument that moves with the run -> its text for each of tie.run_ports
-    run_env: Mapping[str, tuple[str, ...]] = field(default_factory=dict)    # the same for variables
+    run_args: Mapping[int, tuple[str, ...]] = field(
+        default_factory=dict
+    )  # position of an argument that moves with the run -> its text for each of tie.run_ports
+    run_env: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # the same for variables
 
 
 class TieTerms(NamedTuple):
@@ -265,8 +308,11 @@ class Shard:
         if self.tie is None:
             return self
         slot = self.tie.slot(number)
-        return dataclasses.replace(self, launches=tuple(self._moved(launch, slot) for launch in self.launches),
-                                   listen_ports=tuple(wanted._replace(port=wanted.ports[slot]) if wanted.ports else wanted for wanted in self.listen_ports))
+        return dataclasses.replace(
+            self,
+            launches=tuple(self._moved(launch, slot) for launch in self.launches),
+            listen_ports=tuple(wanted._replace(port=wanted.ports[slot]) if wanted.ports else wanted for wanted in self.listen_ports),
+        )
 
     @staticmethod
     def _moved(launch: Launch, slot: int) -> Launch:
@@ -437,11 +483,20 @@ def parse_launch(entry: Fields, runs: int) -> Launch:
     for variable, file_name in secret_env.items():
         if PLAIN_NAME.fullmatch(file_name) is None:
             damaged(f"{entry.where}.secret_env.{variable} must be the name of a file in secrets/")
-    secret_args = {item.integer("position", 0, len(args) - 1): item.matching("secret", PLAIN_NAME, "the name of a file in secrets/") for item in entry.objects("secret_args")}
+    secret_args = {
+        item.integer("position", 0, len(args) - 1): item.matching("secret", PLAIN_NAME, "the name of a file in secrets/")
+        for item in entry.objects("secret_args")
+    }
     return Launch(
-        name=entry.matching("name", PLAIN_NAME, "a name of letters, digits, '_', '.' and '-'"), path=entry.absolute_path("path"), args=tuple(args),
-        env=entry.variables("env"), secret_env=secret_env, wait_for=parse_endpoints(entry, runs), secret_args=secret_args,
-        run_args=parse_run_args(entry, args, runs), run_env=parse_run_env(entry, runs),
+        name=entry.matching("name", PLAIN_NAME, "a name of letters, digits, '_', '.' and '-'"),
+        path=entry.absolute_path("path"),
+        args=tuple(args),
+        env=entry.variables("env"),
+        secret_env=secret_env,
+        wait_for=parse_endpoints(entry, runs),
+        secret_args=secret_args,
+        run_args=parse_run_args(entry, args, runs),
+        run_env=parse_run_env(entry, runs),
     )
 
 
@@ -461,8 +516,10 @@ def parse_run_env(entry: Fields, runs: int) -> dict[str, tuple[str, ...]]:
 
 
 def parse_values(marked: Fields, runs: int) -> tuple[str, ...]:
-    values = tuple(usable_text(item, where) if isinstance(item, str) and "\n" not in item else damaged(f"{where} must be a string of one line")
-                   for where, item in marked.items("values", required=True))
+    values = tuple(
+        usable_text(item, where) if isinstance(item, str) and "\n" not in item else damaged(f"{where} must be a string of one line")
+        for where, item in marked.items("values", required=True)
+    )
     if len(values) != runs or not values:
         damaged(f"{marked.where}.values must be one for each of tie.run_ports")
     return values
@@ -485,8 +542,9 @@ def parse_restart(top: Fields) -> Restart | None:
     if not top.has("restart"):
         return None
     restart = top.object("restart")
-    return Restart(restart.integer("limit", 1), restart.seconds("window_seconds", 600.0),
-                   tuple(restart.pause(item, where) for where, item in restart.items("backoff")))
+    return Restart(
+        restart.integer("limit", 1), restart.seconds("window_seconds", 600.0), tuple(restart.pause(item, where) for where, item in restart.items("backoff"))
+    )
 
 
 def parse_shard(text: str, directory: str, environment: Mapping[str, str]) -> Shard:
@@ -506,23 +564,38 @@ def parse_shard(text: str, directory: str, environment: Mapping[str, str]) -> Sh
         damaged("launch.json.launches has two launches of one name")
     nodes, paths = top.integer("nodes", 1), top.object("paths")
     return Shard(
-        directory=directory, environment=environment, launches=launches, nodes=nodes, rank=top.integer("rank", 0, nodes - 1),
-        replica=top.matching("replica", PLAIN_NAME, "a name of letters, digits, '_', '.' and '-'"), fingerprint=top.text("fingerprint"),
-        state_dir=paths.absolute_path("state_dir"), work_dir=paths.absolute_path("work_dir"),
+        directory=directory,
+        environment=environment,
+        launches=launches,
+        nodes=nodes,
+        rank=top.integer("rank", 0, nodes - 1),
+        replica=top.matching("replica", PLAIN_NAME, "a name of letters, digits, '_', '.' and '-'"),
+        fingerprint=top.text("fingerprint"),
+        state_dir=paths.absolute_path("state_dir"),
+        work_dir=paths.absolute_path("work_dir"),
         stop_seconds=top.seconds("stop_seconds", DEFAULT_STOP_SECONDS),
         gpus=tuple(Gpu(gpu.text("uuid"), gpu.text("pci_bdf") if gpu.has("pci_bdf") else None) for gpu in top.objects("gpus")),
-        listen_ports=tuple(Port(port.address("address"), port.integer("port", 1, 65535), port.text("what"), parse_ports(port, runs)) for port in top.objects("listen_ports")),
-        addresses=tuple(ip_address(address, where) if isinstance(address, str) else damaged(f"{where} must be an IP address")
-                        for where, address in top.items("addresses")),
-        hcas=tuple(parse_hca(entry) for entry in top.objects("hcas")), sysfs_root=top.absolute_path("sysfs_root") if top.has("sysfs_root") else "/sys",
-        tie=tie if nodes > 1 else None, restart=parse_restart(top),
+        listen_ports=tuple(
+            Port(port.address("address"), port.integer("port", 1, 65535), port.text("what"), parse_ports(port, runs)) for port in top.objects("listen_ports")
+        ),
+        addresses=tuple(
+            ip_address(address, where) if isinstance(address, str) else damaged(f"{where} must be an IP address") for where, address in top.items("addresses")
+        ),
+        hcas=tuple(parse_hca(entry) for entry in top.objects("hcas")),
+        sysfs_root=top.absolute_path("sysfs_root") if top.has("sysfs_root") else "/sys",
+        tie=tie if nodes > 1 else None,
+        restart=parse_restart(top),
     )
 
 
 def parse_hca(entry: Fields) -> Hca:
     indexed = entry.has("gid_index")
-    return Hca(entry.matching("name", PLAIN_NAME, "a name of letters, digits, '_', '.' and '-'"), entry.integer("port", 1, 255),
-               entry.integer("gid_index", 0) if indexed else None, entry.address("gid_address") if indexed else None)
+    return Hca(
+        entry.matching("name", PLAIN_NAME, "a name of letters, digits, '_', '.' and '-'"),
+        entry.integer("port", 1, 255),
+        entry.integer("gid_index", 0) if indexed else None,
+        entry.address("gid_address") if indexed else None,
+    )
 
 
 def read_shard(directory: str) -> Shard:
@@ -567,7 +640,10 @@ def secret_path(shard: Shard, name: str, credentials: str | None) -> str:
 
 def command_words(shard: Shard, launch: Launch, credentials: str | None) -> list[str]:
     """The program and its arguments, with the paths of secret files in their places."""
-    args = [secret_path(shard, launch.secret_args[position], credentials) if position in launch.secret_args else argument for position, argument in enumerate(launch.args)]
+    args = [
+        secret_path(shard, launch.secret_args[position], credentials) if position in launch.secret_args else argument
+        for position, argument in enumerate(launch.args)
+    ]
     return [launch.path, *args]
 
 
@@ -612,8 +688,11 @@ class CommandLine:
         role = "engine" if launch is shard.launches[-1] else "sidecar"
         lines = [f"# launch {launch.name} ({role}) of {shard.replica}, rank {shard.rank} of {shard.nodes}, fingerprint {shard.fingerprint}"]
         lines += [f"# starts when {endpoint} listens" for endpoint in launch.wait_for]
-        lines += [f"# {name} is the content of {os.path.join(shard.directory, 'secrets', file_name)}"
-                  for name, file_name in sorted(launch.secret_env.items()) if not is_unsafe(name)]
+        lines += [
+            f"# {name} is the content of {os.path.join(shard.directory, 'secrets', file_name)}"
+            for name, file_name in sorted(launch.secret_env.items())
+            if not is_unsafe(name)
+        ]
         lines += [f"# {name} is not passed on" for name in plain_environment(shard, launch)[1]]
         # A pasted command that carried the marker would count as the service's and be ended at its next start.
         lines.append(f"# {MARKER}={shard.identity}/<run id> is added at every start of the service")
@@ -673,7 +752,7 @@ def read_process(pid: int) -> Process | None:
         with open(f"{PROC}/{pid}/stat", encoding="utf-8", errors="replace") as stream:
             return parse_stat(stream.read())
     except (OSError, ValueError, IndexError):
-        return None     # it has ended
+        return None  # it has ended
 
 
 def read_processes() -> dict[int, Process]:
@@ -689,7 +768,7 @@ def read_marker(pid: int) -> str | None:
     except OSError:
         return None
     prefix = encode(MARKER) + b"="
-    return next((entry[len(prefix):].decode("utf-8", "replace") for entry in entries if entry.startswith(prefix)), None)
+    return next((entry[len(prefix) :].decode("utf-8", "replace") for entry in entries if entry.startswith(prefix)), None)
 
 
 def is_run_shard(pid: int) -> bool:
@@ -767,7 +846,7 @@ def send_signal(process: Process, number: int) -> str | None:
     except ProcessLookupError:
         return None
     except (AttributeError, OSError):
-        handle = -1     # before Linux 5.3, or forbidden by a container's seccomp filter
+        handle = -1  # before Linux 5.3, or forbidden by a container's seccomp filter
     try:
         now = read_process(process.pid)
         if now is None or now.start != process.start:
@@ -834,7 +913,7 @@ def executable_problem(path: str) -> str | None:
         with open(path, "rb") as stream:
             first = stream.readline(4096)
     except OSError:
-        return None     # a program may be executable and not readable
+        return None  # a program may be executable and not readable
     words = first[2:].split() if first.startswith(b"#!") else []
     if words and not os.access(words[0], os.X_OK):
         return f"{path} needs the interpreter {words[0].decode('utf-8', 'replace')}, which is missing or not executable"
@@ -891,7 +970,7 @@ def parse_tcp_table(text: str) -> list[TcpSocket]:
     for line in text.splitlines()[1:]:
         words = line.split()
         host, _, port = words[1].rpartition(":")
-        packed = b"".join(struct.pack("=I", int(host[at:at + 8], 16)) for at in range(0, len(host), 8))
+        packed = b"".join(struct.pack("=I", int(host[at : at + 8], 16)) for at in range(0, len(host), 8))
         address = ipaddress.ip_address(packed)
         mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
         found.append(TcpSocket(str(mapped or address), int(port, 16), words[3], words[9]))
@@ -935,7 +1014,7 @@ def port_problem(wanted: Port) -> str | None:
         return text
     sockets = sockets_at(wanted.address, wanted.port)
     if sockets and all(entry.inode == "0" for entry in sockets):
-        return None     # ended connections (TIME_WAIT): servers bind with SO_REUSEADDR, which passes these
+        return None  # ended connections (TIME_WAIT): servers bind with SO_REUSEADDR, which passes these
     listening = next((entry for entry in sockets if entry.state == TCP_LISTEN), None)
     if listening is None:
         return f"{text}, by a process that does not listen (a loading engine, or a connection that was given this port)"
@@ -963,8 +1042,10 @@ def check_gpus(gpus: Sequence[Gpu], root: str) -> list[str]:
         else:
             known.add(match.group(1))
     missing = [gpu for gpu in gpus if gpu.uuid.startswith("GPU-") and gpu.uuid not in known and not could_be(gpu, unknown)]
-    return [f"GPU {gpu.uuid}{f' ({gpu.pci_bdf})' if gpu.pci_bdf else ''} is not in this host: the driver lists {', '.join(sorted(known)) or 'none'}"
-            for gpu in missing]
+    return [
+        f"GPU {gpu.uuid}{f' ({gpu.pci_bdf})' if gpu.pci_bdf else ''} is not in this host: the driver lists {', '.join(sorted(known)) or 'none'}"
+        for gpu in missing
+    ]
 
 
 def check_hcas(hcas: Iterable[Hca], sysfs_root: str) -> list[str]:
@@ -1033,10 +1114,11 @@ class Nvml:
 
     def __init__(self) -> None:
         import ctypes  # pylint: disable=import-outside-toplevel
+
         self._ctypes = ctypes
         try:
             self._library = ctypes.CDLL("libnvidia-ml.so.1")
-        except OSError:     # the loader's own words would read like an engine's failure
+        except OSError:  # the loader's own words would read like an engine's failure
             raise OSError(errno.ENOENT, "this host has no libnvidia-ml.so.1") from None
         self._call("nvmlInit_v2")
 
@@ -1056,19 +1138,21 @@ class Nvml:
     def processes(self, handle: Any) -> list[NvmlProcess]:
         ctypes = self._ctypes
 
-        class Info(ctypes.Structure):   # type: ignore[name-defined,misc]  # nvmlProcessInfo_t
+        class Info(ctypes.Structure):  # type: ignore[name-defined,misc]  # nvmlProcessInfo_t
             _fields_ = (("pid", ctypes.c_uint), ("used", ctypes.c_ulonglong), ("gpu_instance", ctypes.c_uint), ("compute_instance", ctypes.c_uint))
+
         count = ctypes.c_uint(256)
         table = (Info * count.value)()
         self._call("nvmlDeviceGetComputeRunningProcesses_v3", handle, ctypes.byref(count), table)
-        return [NvmlProcess(entry.pid, None if entry.used == self.NOT_AVAILABLE else entry.used >> 20) for entry in table[:count.value]]
+        return [NvmlProcess(entry.pid, None if entry.used == self.NOT_AVAILABLE else entry.used >> 20) for entry in table[: count.value]]
 
     def used_mib(self, handle: Any) -> int:
         """Without what the driver keeps for itself."""
         ctypes = self._ctypes
 
-        class Memory(ctypes.Structure):     # type: ignore[name-defined,misc]  # nvmlMemory_v2_t
+        class Memory(ctypes.Structure):  # type: ignore[name-defined,misc]  # nvmlMemory_v2_t
             _fields_ = (("version", ctypes.c_uint), *((name, ctypes.c_ulonglong) for name in ("total", "reserved", "free", "used")))
+
         memory = Memory(version=ctypes.sizeof(Memory) | 2 << 24)
         self._call("nvmlDeviceGetMemoryInfo_v2", handle, ctypes.byref(memory))
         return int(memory.used) >> 20
@@ -1101,10 +1185,12 @@ def gpu_holders(nvml: Nvml, gpu: Gpu) -> list[str]:
         nobodys = unexplained_mib(nvml, handle, entries)
         if living or (len(entries) == len(living) and nobodys < GPU_NOBODYS_MIB) or time.monotonic() >= deadline:
             break
-        time.sleep(0.2)     # an ended process's memory is on its way back
+        time.sleep(0.2)  # an ended process's memory is on its way back
     found = [f"GPU {gpu.uuid} is held by {holder_text(entry)}" for entry in living or entries]
     if not found and nobodys >= GPU_NOBODYS_MIB:
-        found.append(f"GPU {gpu.uuid} has {nobodys} MiB in use by nobody that this host can see: another container's process, or one that is stuck in the driver")
+        found.append(
+            f"GPU {gpu.uuid} has {nobodys} MiB in use by nobody that this host can see: another container's process, or one that is stuck in the driver"
+        )
     return found
 
 
@@ -1112,7 +1198,7 @@ def unexplained_mib(nvml: Nvml, handle: Any, entries: Sequence[NvmlProcess]) -> 
     try:
         return nvml.used_mib(handle) - sum(entry.used_mib or 0 for entry in entries)
     except OSError:
-        return 0        # unified memory: the driver does not tell
+        return 0  # unified memory: the driver does not tell
 
 
 def holder_text(entry: NvmlProcess) -> str:
@@ -1127,8 +1213,10 @@ def holder_text(entry: NvmlProcess) -> str:
     except (OSError, KeyError):
         user = "unknown"
     marker = read_marker(entry.pid)
-    return (f"process {entry.pid} ({command_of(entry.pid) or process.name}, user {user}{f', shard {marker}' if marker else ''}) with {used} "
-            f"since {started_at(process)}")
+    return (
+        f"process {entry.pid} ({command_of(entry.pid) or process.name}, user {user}{f', shard {marker}' if marker else ''}) with {used} "
+        f"since {started_at(process)}"
+    )
 
 
 def command_of(pid: int) -> str:
@@ -1184,8 +1272,15 @@ def ask_in_child(ask: Callable[[], list[str]], pause: Callable[[float], None], l
 
 def findings(shard: Shard, credentials: str | None, ports: bool = True) -> list[str]:
     """What would stop a start now, one line each. It changes nothing."""
-    return [*check_executables(shard), *check_secrets(shard, credentials), *check_work_dir(shard.work_dir), *check_addresses(shard),
-            *(check_ports(shard) if ports else []), *check_gpus(shard.gpus, NVIDIA_GPUS), *check_hcas(shard.hcas, shard.sysfs_root)]
+    return [
+        *check_executables(shard),
+        *check_secrets(shard, credentials),
+        *check_work_dir(shard.work_dir),
+        *check_addresses(shard),
+        *(check_ports(shard) if ports else []),
+        *check_gpus(shard.gpus, NVIDIA_GPUS),
+        *check_hcas(shard.hcas, shard.sysfs_root),
+    ]
 
 
 def running_supervisor(state_dir: str) -> int | None:
@@ -1198,7 +1293,7 @@ def running_supervisor(state_dir: str) -> int | None:
 def check(shard: Shard, credentials: str | None) -> int:
     supervisor = running_supervisor(shard.state_dir)
     found = [f"run_shard.py already runs this shard as process {supervisor}"] if supervisor is not None else []
-    found += findings(shard, credentials, ports=supervisor is None)     # its ports are its own then
+    found += findings(shard, credentials, ports=supervisor is None)  # its ports are its own then
     if supervisor is None:
         tie = Port(shard.tie.address, shard.tie.port, "the tie") if shard.tie is not None and shard.rank == 0 else None
         found += [problem for problem in [tie and port_problem(tie)] if problem]
@@ -1230,7 +1325,7 @@ class Notify:
     @staticmethod
     def _watchdog_period(environ: Mapping[str, str]) -> float | None:
         if environ.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
-            return None     # meant for another process (sd_watchdog_enabled(3))
+            return None  # meant for another process (sd_watchdog_enabled(3))
         text = environ.get("WATCHDOG_USEC", "")
         return int(text) / 2e6 if text.isdecimal() and int(text) > 0 else None
 
@@ -1240,7 +1335,7 @@ class Notify:
         try:
             self._socket.sendto("\n".join(line.replace("\n", " ") for line in lines).encode("utf-8", "replace"), self._address)
         except BlockingIOError:
-            pass        # a service manager that is behind will get the next one
+            pass  # a service manager that is behind will get the next one
         except OSError as error:
             log(f"the service manager cannot be notified: {reason_of(error)}")
             self._socket = self._period = None
@@ -1276,8 +1371,15 @@ def earlier_end(previous: Mapping[str, Any], boot: str | None) -> dict[str, Any]
         end = previous.get("last_end")
         return end if isinstance(end, dict) else None
     how = "was killed (SIGKILL) or crashed" if boot is not None and previous.get("boot_id") == boot else "ended with the host"
-    return {"launch": None, "code": None, "signal": None, "at": None, "rank": previous.get("rank"), "kind": "supervisor",
-            "reason": f"run_shard.py of run {previous.get('run_id')} {how} in stage {previous.get('stage')}"}
+    return {
+        "launch": None,
+        "code": None,
+        "signal": None,
+        "at": None,
+        "rank": previous.get("rank"),
+        "kind": "supervisor",
+        "reason": f"run_shard.py of run {previous.get('run_id')} {how} in stage {previous.get('stage')}",
+    }
 
 
 class State:
@@ -1294,10 +1396,25 @@ class State:
         self._begun = False
         self.number = number if isinstance(number, int) and not isinstance(number, bool) and 0 <= number < 2**48 else 0
         self._content: dict[str, Any] = {
-            "schema": SCHEMA, "replica": shard.replica, "rank": shard.rank, "fingerprint": shard.fingerprint, "run_id": None, "run_number": self.number,
-            "run_port": None, "boot_id": boot, "stage": "starting", "detail": "", "stage_since": now, "started_at": now, "supervisor_pid": os.getpid(),
-            "launches": [], "restarts": restarts + 1 if same and isinstance(restarts, int) else 0, "failures": 0, "tie": None,
-            "last_end": earlier_end(previous, boot), "own_end": None,
+            "schema": SCHEMA,
+            "replica": shard.replica,
+            "rank": shard.rank,
+            "fingerprint": shard.fingerprint,
+            "run_id": None,
+            "run_number": self.number,
+            "run_port": None,
+            "boot_id": boot,
+            "stage": "starting",
+            "detail": "",
+            "stage_since": now,
+            "started_at": now,
+            "supervisor_pid": os.getpid(),
+            "launches": [],
+            "restarts": restarts + 1 if same and isinstance(restarts, int) else 0,
+            "failures": 0,
+            "tie": None,
+            "last_end": earlier_end(previous, boot),
+            "own_end": None,
         }
         self.forget_readiness()
         self._publish()
@@ -1307,8 +1424,18 @@ class State:
         now = round(time.time(), 3)
         restarts = self._content["restarts"] + (1 if self._begun else 0)
         self._begun = True
-        self._content.update(run_id=run.id, run_number=run.number, started_at=now, stage="starting", stage_since=now, detail="", launches=[], restarts=restarts, own_end=None,
-                             run_port=self._shard.tie.port_of_run(run.number) if self._shard.tie is not None else None)
+        self._content.update(
+            run_id=run.id,
+            run_number=run.number,
+            started_at=now,
+            stage="starting",
+            stage_since=now,
+            detail="",
+            launches=[],
+            restarts=restarts,
+            own_end=None,
+            run_port=self._shard.tie.port_of_run(run.number) if self._shard.tie is not None else None,
+        )
         self.forget_readiness()
         self._publish()
 
@@ -1353,8 +1480,15 @@ class State:
 
     def ended(self, end: End) -> None:
         """Why this run is over, from the moment that it is known."""
-        told = {"launch": end.launch, "code": end.code, "signal": end.signal, "at": round(time.time(), 3), "reason": end.reason,
-                "rank": end.rank if end.rank is not None else self._shard.rank, "kind": end.kind}
+        told = {
+            "launch": end.launch,
+            "code": end.code,
+            "signal": end.signal,
+            "at": round(time.time(), 3),
+            "reason": end.reason,
+            "rank": end.rank if end.rank is not None else self._shard.rank,
+            "kind": end.kind,
+        }
         self._content["last_end"] = told
         if end.rank is None and end.kind in (LAUNCH, CHECK):
             # Engines on several ranks may end within milliseconds, one for the other's sake. Rank 0 names one; this rank still knows of its own.
@@ -1376,7 +1510,7 @@ class State:
             os.rename(draft, path)
             self._write_failed = False
         except OSError as error:
-            if not self._write_failed:      # a full disk is no reason to stop serving
+            if not self._write_failed:  # a full disk is no reason to stop serving
                 log(f"{path} cannot be written: {reason_of(error)}")
             self._write_failed = True
 
@@ -1456,7 +1590,7 @@ class Events:
                 self._selector.unregister(connecting)
         known = self._selector.get_map()
         for key, mask in ready:
-            if key.data is not None and key.fd in known and known[key.fd] is key:       # one that was served before may have closed it
+            if key.data is not None and key.fd in known and known[key.fd] is key:  # one that was served before may have closed it
                 key.data(mask)
         try:
             self._wake.recv(4096)
@@ -1502,6 +1636,7 @@ def prctl_function() -> Callable[[int, int], int] | None:
     """prctl(2) by way of ctypes; None where Python was built without it."""
     try:
         import ctypes  # pylint: disable=import-outside-toplevel
+
         function = ctypes.CDLL(None, use_errno=True).prctl
     except (ImportError, OSError, AttributeError):
         return None
@@ -1523,8 +1658,13 @@ class Children:
     def spawn(self, launch: Launch, words: Sequence[str], environment: Mapping[bytes, bytes], directory: str) -> Started:
         """Start a launch in a session of its own, so that no terminal's or group's signal reaches it past us. Raises OSError."""
         process = subprocess.Popen(
-            [encode(word) for word in words], env=environment, cwd=encode(directory), stdin=subprocess.DEVNULL,
-            start_new_session=True, close_fds=True, preexec_fn=self._tie_to_parent(),  # noqa: PLW1509 (one thread)
+            [encode(word) for word in words],
+            env=environment,
+            cwd=encode(directory),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            close_fds=True,
+            preexec_fn=self._tie_to_parent(),  # noqa: PLW1509 (one thread)
         )
         started = Started(launch, process, round(time.time(), 3))
         self.started.append(started)
@@ -1537,8 +1677,9 @@ class Children:
         def tie() -> None:
             if prctl is not None:
                 prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
-            if os.getppid() != parent:      # we died before the tie was made
+            if os.getppid() != parent:  # we died before the tie was made
                 os._exit(EX_OSERR)
+
         return tie
 
     def reap(self) -> bool:
@@ -1555,7 +1696,7 @@ class Children:
                 if entry.pid == pid and entry.exit is None:
                     killed = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
                     entry.exit = Exit(os.WEXITSTATUS(status) if killed is None else None, killed, round(time.time(), 3))
-                    entry.process.returncode = entry.exit.code if killed is None else -killed      # so that Popen does not wait for it
+                    entry.process.returncode = entry.exit.code if killed is None else -killed  # so that Popen does not wait for it
                     launch_ended = True
 
     def living(self) -> list[Started]:
@@ -1570,8 +1711,8 @@ class Children:
 # One replica, one fate: who decides when a run starts and when it is over. Pure: events and a clock (seconds, monotonic) in, messages out.
 
 TYING, RUNNING, ENDING, GIVEN_UP = "tying", "running", "ending", "given up"
-LAUNCH, CHECK, TIE, STOP, INTERNAL = "launch", "check", "tie", "stop", "internal"      # kinds of ends
-COUNTED = frozenset({LAUNCH, CHECK, INTERNAL})     # a rank that is lost or was stopped is no fault of what runs there
+LAUNCH, CHECK, TIE, STOP, INTERNAL = "launch", "check", "tie", "stop", "internal"  # kinds of ends
+COUNTED = frozenset({LAUNCH, CHECK, INTERNAL})  # a rank that is lost or was stopped is no fault of what runs there
 
 
 class Cause(NamedTuple):
@@ -1641,11 +1782,11 @@ class Leader:
         self.phase = TYING
         self.run: RunName | None = None
         self.cause: Cause | None = None
-        self.number = number                        # the highest that any rank has seen
-        self.failures: list[float] = []             # when counted ends happened
-        self.heard: dict[int, float] = {}           # tied followers
+        self.number = number  # the highest that any rank has seen
+        self.failures: list[float] = []  # when counted ends happened
+        self.heard: dict[int, float] = {}  # tied followers
         self.missing: dict[int, tuple[float, str]] = dict.fromkeys(range(1, nodes), (now, "it has not come yet"))
-        self.busy: set[int] = {0}                   # ranks on which processes of a run may still be
+        self.busy: set[int] = {0}  # ranks on which processes of a run may still be
         self.not_before = now
         self.restart = restart
         self._nodes = nodes
@@ -1654,9 +1795,16 @@ class Leader:
         self._closing = False
 
     def message(self) -> dict[str, Any]:
-        return {"type": "state", "phase": self.phase, "run": self.run.id if self.run else None, "number": self.run.number if self.run else self.number,
-                "cause": self.cause.as_message() if self.cause else None, "released": 0 not in self.busy, "failures": len(self.failures),
-                "tied": [0, *sorted(self.heard)][:256]}
+        return {
+            "type": "state",
+            "phase": self.phase,
+            "run": self.run.id if self.run else None,
+            "number": self.run.number if self.run else self.number,
+            "cause": self.cause.as_message() if self.cause else None,
+            "released": 0 not in self.busy,
+            "failures": len(self.failures),
+            "tied": [0, *sorted(self.heard)][:256],
+        }
 
     def join(self, rank: int, report: Report, number: int, now: float) -> str | None:
         """A rank that has proven itself wants to be tied, perhaps to go on with its run. Returns why it is refused."""
@@ -1683,7 +1831,7 @@ class Leader:
                 self._over(Cause(rank, TIE, "it has ended its part"), now)
                 self.busy.discard(rank)
                 if report.cause is not None and report.cause.kind == STOP and report.cause.rank == rank:
-                    self.lost(rank, "it was asked to stop", now)        # it leaves: nothing may start with it now
+                    self.lost(rank, "it was asked to stop", now)  # it leaves: nothing may start with it now
         self._settle(now)
 
     def lost(self, rank: int, reason: str, now: float) -> None:
@@ -1744,10 +1892,10 @@ class Follower:
         self.run: RunName | None = None
         self.cause: Cause | None = None
         self.number = number
-        self.failures = 0           # counted ends, as rank 0 counts them
+        self.failures = 0  # counted ends, as rank 0 counts them
         self.tied = False
         self.heard = now
-        self.missing: tuple[float, str] = (now, "no answer yet")    # since when rank 0 is, and why
+        self.missing: tuple[float, str] = (now, "no answer yet")  # since when rank 0 is, and why
         self.leader_tied: list[int] = []
         self._rank = rank
         self._seen: str | None = None
@@ -1756,8 +1904,12 @@ class Follower:
         self._release_by = math.inf
 
     def message(self) -> dict[str, Any]:
-        return {"type": "state", "run": self.run.id if self.run else None, "seen": self._seen,
-                "cause": self.cause.as_message() if self.cause and self.phase != RUNNING else None}
+        return {
+            "type": "state",
+            "run": self.run.id if self.run else None,
+            "seen": self._seen,
+            "cause": self.cause.as_message() if self.cause and self.phase != RUNNING else None,
+        }
 
     def welcome(self, now: float) -> None:
         self.tied, self.heard = True, now
@@ -1780,14 +1932,14 @@ class Follower:
             self.run, self._seen, self.cause, self.phase = RunName(run, number), run, None, RUNNING
             self.number, self._release_by = max(self.number, number), math.inf
         elif self.phase == TYING and phase == ENDING:
-            self._seen, self.cause = run, cause         # over before we could begin it
+            self._seen, self.cause = run, cause  # over before we could begin it
         elif self.phase == TYING and phase == GIVEN_UP:
             self.phase, self.cause = GIVEN_UP, cause
 
     def _end(self, cause: Cause | None, released: bool, now: float) -> None:
         if self.phase == RUNNING:
             self.phase, self._release_by = ENDING, now + self._stop_seconds
-        self.cause = cause or self.cause        # rank 0 has seen all ranks: its word counts
+        self.cause = cause or self.cause  # rank 0 has seen all ranks: its word counts
         if released:
             self._release_by = min(self._release_by, now)
 
@@ -1802,7 +1954,7 @@ class Follower:
         self.tied = False
         if self.phase == RUNNING:
             self.phase, self.cause = ENDING, Cause(0, TIE, reason)
-        self._release_by = min(self._release_by, now)      # nobody is left who would release us
+        self._release_by = min(self._release_by, now)  # nobody is left who would release us
 
     def tick(self, now: float) -> None:
         if (self.tied or self.phase == RUNNING) and now - self.heard > self._silent:
@@ -1918,7 +2070,7 @@ class Channel:
     def _write(self) -> None:
         try:
             while self._out:
-                self._out = self._out[self._socket.send(self._out):]
+                self._out = self._out[self._socket.send(self._out) :]
         except BlockingIOError:
             pass
         except OSError as error:
@@ -2097,7 +2249,7 @@ class LeaderTie(Alone):
             raise Refusal(problem, EX_UNAVAILABLE)
         listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
         try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)      # the rests of the last run_shard.py's connections
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the rests of the last run_shard.py's connections
             listener.bind((address, port))
             listener.listen(MOST_GUESTS)
         except OSError as error:
@@ -2112,7 +2264,7 @@ class LeaderTie(Alone):
         try:
             connection, peer = self._listener.accept()
         except OSError:
-            return      # it has gone again, or we are out of descriptors: the next one may be luckier
+            return  # it has gone again, or we are out of descriptors: the next one may be luckier
         while len(self._guests) >= MOST_GUESTS:
             self._dismiss(self._guests[0], "too many connections that do not say who they are")
         channel = Channel(connection, self._events, lambda line: self._introduced(guest, line), lambda reason, by_peer: self._dismiss(guest, reason))
@@ -2274,7 +2426,10 @@ class FollowerTie(Alone):
     def describe(self) -> tuple[str, str]:
         where = f"rank 0 at {host_port(self._terms.address, self._terms.port)}"
         if self.follower.tied:
-            return TYING, f"tied to {where}, which starts when all {self._shard.nodes} ranks are tied and idle (now {', '.join(map(str, self.follower.leader_tied))})"
+            return (
+                TYING,
+                f"tied to {where}, which starts when all {self._shard.nodes} ranks are tied and idle (now {', '.join(map(str, self.follower.leader_tied))})",
+            )
         at, why = self.follower.missing
         return TYING, f"waits for {where} since {self.since(0, at)} ({self._said or why})"
 
@@ -2288,7 +2443,7 @@ class FollowerTie(Alone):
             self._next_attempt = now + self._retry_seconds()
             try:
                 self._attempt = Attempt(self._shard, self._terms, self._key, self._events, self.follower, self)
-            except OSError as error:        # no IPv6 on this host, no descriptors left
+            except OSError as error:  # no IPv6 on this host, no descriptors left
                 self._said = reason_of(error)
         super().tick()
 
@@ -2343,7 +2498,7 @@ class FollowerTie(Alone):
             self.follower.dropped()
 
     def deliver(self) -> None:
-        if self._tie is not None and not self.follower.tied:        # silent for too long
+        if self._tie is not None and not self.follower.tied:  # silent for too long
             log(f"tie: rank 0 is lost: {self.follower.missing[1]}")
             self._tie[0].close()
             self._tie = None
@@ -2378,7 +2533,7 @@ class Attempt:
         self._connecting.setblocking(False)
         self._code = self._connecting.connect_ex((terms.address, terms.port))
         if self._code not in (0, errno.EINPROGRESS):
-            self.until = now        # no route, for example
+            self.until = now  # no route, for example
         events.register(self._connecting, selectors.EVENT_WRITE, lambda mask: self._connected())
 
     @property
@@ -2394,7 +2549,7 @@ class Attempt:
         self._channel = Channel(self._connecting, self._events, self._greeted, lambda reason, by_peer: self.end(reason))
 
     def _greeted(self, line: bytes) -> None:
-        leader_nonce = line[len(TIE_GREETING):]
+        leader_nonce = line[len(TIE_GREETING) :]
         if not line.startswith(TIE_GREETING) or not NONCE.fullmatch(leader_nonce):
             self.end("what listens there is no run_shard.py of this version")
             return
@@ -2402,14 +2557,27 @@ class Attempt:
         own, shard = nonce(), self._shard
         self._session = Session(self._key, leader_nonce, own, is_leader=False)
         self._channel.on_line = self._answered
-        self._channel.send(sealed(self._key, [b"hello", leader_nonce], {
-            "replica": shard.replica, "rank": shard.rank, "nodes": shard.nodes, "fingerprint": shard.fingerprint, "nonce": own.decode(),
-            "number": self._follower.number, **self._follower.message(), "type": "hello"}))
+        self._channel.send(
+            sealed(
+                self._key,
+                [b"hello", leader_nonce],
+                {
+                    "replica": shard.replica,
+                    "rank": shard.rank,
+                    "nodes": shard.nodes,
+                    "fingerprint": shard.fingerprint,
+                    "nonce": own.decode(),
+                    "number": self._follower.number,
+                    **self._follower.message(),
+                    "type": "hello",
+                },
+            )
+        )
 
     def _answered(self, line: bytes) -> None:
         channel, session = self._channel, self._session
         assert channel is not None and session is not None
-        if line.startswith(b"refused "):        # by somebody who has another secret: not to be believed, but to be told
+        if line.startswith(b"refused "):  # by somebody who has another secret: not to be believed, but to be told
             self.end(f"refuses us: {line[8:200].decode('ascii', 'replace')}")
             return
         try:
@@ -2455,7 +2623,7 @@ class End(NamedTuple):
     signal: str | None = None
     requested: bool = False
     kind: str = LAUNCH
-    rank: int | None = None     # the other rank that it began with
+    rank: int | None = None  # the other rank that it began with
 
     @classmethod
     def by(cls, cause: Cause, own_rank: int) -> End:
@@ -2510,7 +2678,7 @@ class Run:
         log(f"stopping: {end.reason}")
         self._state.ended(end)
         if end.rank is None:
-            self._tie.own_ended(end.as_cause(self._shard.rank))     # the other ranks learn of it before anything else is done
+            self._tie.own_ended(end.as_cause(self._shard.rank))  # the other ranks learn of it before anything else is done
         left = self._stop(end)
         if self._tie.cause is not None and not end.requested and self._tie.cause.rank != self._shard.rank:
             end = end._replace(**{name: value for name, value in End.by(self._tie.cause, self._shard.rank)._asdict().items() if name != "exit_code"})
@@ -2525,7 +2693,7 @@ class Run:
         try:
             os.makedirs(shard.work_dir, mode=0o755, exist_ok=True)
         except OSError:
-            pass        # the checks say what is wrong with it
+            pass  # the checks say what is wrong with it
         self._wait_for_hcas()
         found = [f"process {process} of an earlier run of this shard cannot be ended" for process in left]
         found += findings(shard, self._credentials)
@@ -2616,7 +2784,7 @@ class Run:
         """None when a connection was made, else why not."""
         try:
             return self._probe(endpoint)
-        except OSError as error:        # no IPv6 on this host, no such interface in a link-local address
+        except OSError as error:  # no IPv6 on this host, no such interface in a link-local address
             return reason_of(error)
 
     def _probe(self, endpoint: Endpoint) -> str | None:
@@ -2634,7 +2802,7 @@ class Run:
             try:
                 to_itself = probe.getsockname() == probe.getpeername()
             except OSError:
-                return None     # accepted, and reset by the peer at once
+                return None  # accepted, and reset by the peer at once
             # A port of the ephemeral range on this host can be given to the probe itself, which then connects to itself.
             return os.strerror(errno.ECONNREFUSED) if to_itself else None
 
@@ -2647,7 +2815,7 @@ class Run:
         if end.requested:
             self._notify.send("STOPPING=1")
         while not self._tie.may_stop() and self._events.stop_signal is None and self._children.living():
-            self._events.wait(TICK_SECONDS)     # rank 0 stops first
+            self._events.wait(TICK_SECONDS)  # rank 0 stops first
             self._children.reap()
         deadline = time.monotonic() + self._shard.stop_seconds
         living = list(reversed(self._children.living()))
@@ -2667,7 +2835,7 @@ class Run:
     def _terminate(self, entry: Started, deadline: float, last: bool) -> None:
         """SIGTERM to one launch's own process, which knows best how to stop its children; the earlier ones leave time for the later."""
         if entry.exit is None:
-            os.kill(entry.pid, signal.SIGTERM)      # not Popen's method: that may collect the exit status behind reap()'s back
+            os.kill(entry.pid, signal.SIGTERM)  # not Popen's method: that may collect the exit status behind reap()'s back
         share = deadline if last else time.monotonic() + 0.75 * (deadline - time.monotonic())
         while entry.exit is None and time.monotonic() < share:
             self._events.wait(TICK_SECONDS)
@@ -2702,7 +2870,7 @@ class Life:
     def execute(self) -> int:
         """Returns the exit code."""
         try:
-            left = sweep(self._shard, self._events, self._state)        # only a rank without old processes may be tied
+            left = sweep(self._shard, self._events, self._state)  # only a rank without old processes may be tied
             if left:
                 raise Refusal("; ".join(f"process {process} of an earlier run of this shard cannot be ended" for process in left), EX_UNAVAILABLE)
             self._wait_for_own_address()
@@ -2712,7 +2880,7 @@ class Life:
             return self._finish(End(refusal.text, refusal.code, kind=CHECK), [])
         try:
             if tie.role is not None:
-                self._notify.ready()    # other hosts may come much later
+                self._notify.ready()  # other hosts may come much later
             tie.own_idle()
             while True:
                 end, left = self._next(tie)
@@ -2744,7 +2912,7 @@ class Life:
                 tie.own_ended(stop_of(self._events.stop_signal).as_cause(self._shard.rank))
                 return stop_of(self._events.stop_signal), []
             if tie.phase == ENDING:
-                tie.own_idle()      # over before we could begin it
+                tie.own_idle()  # over before we could begin it
             self._state.tied(tie.role, tie.tied_ranks(), tie.failures)
             if tie.phase == GIVEN_UP and tie.cause is not None:
                 return End.by(tie.cause, self._shard.rank)._replace(reason=tie.given_up(), exit_code=EX_GIVEN_UP), []
@@ -2792,8 +2960,12 @@ class Arguments(argparse.ArgumentParser):
 
 def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser = Arguments(prog="run_shard.py", allow_abbrev=False, description="Run one shard of a replica.")
-    parser.add_argument("directory", nargs="?", default=os.path.dirname(os.path.realpath(__file__)),
-                        help="the revision's directory, with launch.json and shard.env (default: where run_shard.py lies)")
+    parser.add_argument(
+        "directory",
+        nargs="?",
+        default=os.path.dirname(os.path.realpath(__file__)),
+        help="the revision's directory, with launch.json and shard.env (default: where run_shard.py lies)",
+    )
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--show", action="store_true", help="print each launch as a shell command, secrets masked, and run nothing")
     action.add_argument("--check", action="store_true", help="print what would stop a start now, one line each; exit code 1 when there is any")
@@ -2809,7 +2981,7 @@ def main(words: Sequence[str] | None = None) -> int:
         chosen = arguments(words)
         shard = read_shard(chosen.directory)
         if chosen.show or chosen.check:
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)       # `--show | head` ends quietly
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--show | head` ends quietly
         if chosen.show:
             return show(shard, chosen.launch)
         if chosen.check:
