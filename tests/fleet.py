@@ -74,7 +74,8 @@ class Fleet:
         lines = ["driver 580.95.05", "cuda 13000", f'procdir path="{self.processes}" prune=1']
         for index in range(host.gpus):
             lines.append(
-                f'gpu {index} name="{host.model}" uuid={host.uuid(index)} pci=0000:{0x10 + index:02X}:00.0 total={host.memory_mib}MiB reserved=551MiB cc={host.capability} mig=off'
+                f'gpu {index} name="{host.model}" uuid={host.uuid(index)} pci=0000:{0x10 + index:02X}:00.0 '
+                f"total={host.memory_mib}MiB reserved=551MiB cc={host.capability} mig=off"
             )
         unfinished = path.with_suffix(".new")
         unfinished.write_text("\n".join([*lines, *more]) + "\n", encoding="utf-8")

@@ -44,7 +44,7 @@ class ActionModule(ActionBase):
             "version_args": list(adapter.version_args),
             "devices_args": list(adapter.devices_args) or None,
         }
-        arguments = {key: hostvars.plain(value) for key, value in arguments.items() if not hostvars.text(value) is None}
+        arguments = {key: hostvars.plain(value) for key, value in arguments.items() if hostvars.text(value) is not None}
         result = dict(
             self._execute_module(
                 module_name="rankzero.inference.engine_build", module_args={**arguments, "engine": adapter.name, "adapter": more}, task_vars=task_vars

@@ -103,7 +103,7 @@ class ActionModule(ActionBase):
     # ---- parts
 
     def _is_left(self) -> bool:
-        """Whether the facts saw anything of the replica on the host: its records, or what is left where those are gone; or a user that no replica has any more."""
+        """Whether the facts saw anything of the replica on the host: its records, or what is left where those are gone; or a user without a replica."""
         left = self._facts.get("traces")
         if self._record or not isinstance(left, t.Mapping):
             return bool(self._record)

@@ -245,9 +245,8 @@ def _failed(options: dict[str, Any], host: str, answer: dict[str, Any], stage: s
     lines += ["  log:"] + [f"    {line}" for line in verdict["log_lines"]] if verdict["log_lines"] else []
     if options["log_file"]:
         answer.pop("log_command", None)
-        lines.append(
-            f"  next:   read {os.path.abspath(os.path.expanduser(options['log_file']))} on the controller: the last lines of its log, which goes as the first deploy is undone"
-        )
+        kept = os.path.abspath(os.path.expanduser(options["log_file"]))
+        lines.append(f"  next:   read {kept} on the controller: the last lines of its log, which goes as the first deploy is undone")
     else:
         lines.append(f"  next:   on {host}: {answer['log_command']}")
         lines.append(f"          ansible-playbook rankzero.inference.diagnose -e replica_name={options['replica']}")

@@ -482,7 +482,7 @@ def _restarted(observation: Map) -> Finding | None:
 
 
 def _was_there_before(observation: Map) -> bool:
-    """Whether this run began before the deploy that waits now and was not started by it: how the runs before it ended is history, not a failure of this deploy."""
+    """Whether this run is older than the deploy that waits now: how the runs before it ended is history, not a failure of this deploy."""
     known = (observation.get("wanted") or {}).get("known_run")
     return known is not None and (observation.get("state") or {}).get("run_id") == known
 

@@ -25,7 +25,7 @@ _NOT_SECRET = re.compile(r"max|num|min|limit|len|size|file|path", re.IGNORECASE)
 
 
 def of_replica(directory: str) -> list[str]:
-    """Every secret of every revision below `<root>/etc/rankzero/<replica>`, in all spellings. One that cannot be read cannot be found either, and is left out."""
+    """Every secret of every revision below `<root>/etc/rankzero/<replica>`, in all spellings. One that cannot be read is left out."""
     found: set[str] = set()
     revisions = os.path.join(directory, "revisions")
     for name in small_files.names(revisions):

@@ -82,7 +82,7 @@ def endpoints_of(launch: Mapping[str, Any]) -> list[tuple[str, int]]:
 
 
 def wait(store: Revisions, before: Before, unit: Callable[[], str | None], seconds: float = GONE_SECONDS, proc_root: str = "/proc") -> dict[str, Finding]:
-    """`{gpu_memory, ports, processes, files}` as soon as nothing is left, or what is left when the time is over. `unit` names a service file that is still there."""
+    """`{gpu_memory, ports, processes, files}` as soon as nothing is left, or what is left when the time is over. `unit`: a service file that is still there."""
     deadline = time.monotonic() + seconds
     findings: dict[str, Finding] = {}
     questions: dict[str, Callable[[], Finding]] = {

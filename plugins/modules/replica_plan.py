@@ -11,7 +11,8 @@ version_added: 0.1.0
 description:
   - Takes a profile and the node facts of all hosts of the play, places ranks and GPUs, chooses the fabric, and returns the complete launch of every rank
     (arguments, environment, ports) with a reason for each variable.
-  - When anything speaks against the replica it returns B(all) faults over all hosts in one failure, each with host, rank, field, what was seen, what was wanted and what to do.
+  - When anything speaks against the replica it returns B(all) faults over all hosts in one failure, each with host, rank, field,
+    what was seen, what was wanted and what to do.
   - Pure computation on the controller; it opens no connection. Use it with C(run_once).
 author:
   - The rankzero.inference authors (@rankzero)
@@ -35,7 +36,8 @@ options:
     type: raw
   options:
     description:
-      - What else the operator decides, under the names of the role's variables - C(replica_fabric), C(replica_fabrics), C(replica_leader), C(replica_http_port), C(replica_http_host), C(replica_leader_port), C(replica_tie_port),
+      - What else the operator decides, under the names of the role's variables - C(replica_fabric), C(replica_fabrics), C(replica_leader),
+        C(replica_http_port), C(replica_http_host), C(replica_leader_port), C(replica_tie_port),
         C(replica_silent_seconds).
       - Empty strings, as surveys give them, count as unset.
     type: dict
@@ -52,7 +54,8 @@ options:
     type: bool
     default: true
 notes:
-  - Per-host decisions are read from each host's variables - C(replica_root), C(replica_address), C(replica_management), C(replica_rank), C(replica_user), C(replica_service_manager).
+  - Per-host decisions are read from each host's variables - C(replica_root), C(replica_address), C(replica_management), C(replica_rank), C(replica_user),
+    C(replica_service_manager).
 attributes:
   action:
     support: full

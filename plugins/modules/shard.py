@@ -21,7 +21,8 @@ options:
     description:
       - V(present) writes and starts the shard that O(shard) describes; on a host that has no part in the plan any more, what it has of the replica is removed.
       - V(restored) goes back to the revision that node facts saw, or leaves nothing if there was none.
-      - V(absent) stops the service, ends every process that carries the replica's marker, and removes the files and users that this collection made. Model files are never touched.
+      - V(absent) stops the service, ends every process that carries the replica's marker, and removes the files and users that this collection
+        made. Model files are never touched.
         It returns when the shard's memory on GPUs is gone, its ports can be bound, and no process and no file of it is left, and fails naming what is not gone
         within 60 seconds. What is left of a replica whose records are gone is found and removed, too.
       - V(stopped) and V(restarted) act on the service that is there.

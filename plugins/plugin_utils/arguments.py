@@ -4,7 +4,8 @@
 """Reading an operator's free-form engine arguments the way the engine's own parser would.
 
 Matching strings is not enough: argparse accepts C(--flag=value) and unique prefixes (of C(-tp) too, whatever allow_abbrev says), vLLM also
-accepts underscores and dotted options, and one-letter options may be glued to their value. A L(Grammar) says what an engine's parser accepts; L(find) lists which known options the
+accepts underscores and dotted options, and one-letter options may be glued to their value. A C(Grammar) says what an
+engine's parser accepts; C(find) lists which known options the
 arguments spell, so that those which the plan owns or which execute code can be refused with the reason.
 """
 

@@ -196,7 +196,8 @@ def _check_memory(ranks: t.Sequence[Rank], profile: Profile, engine: Engine, fin
                     "gpu_memory",
                     seen,
                     "at least %s" % least.text(),
-                    "Use more or larger GPUs, a shorter context or a smaller quantization; allow_memory_overcommit: true lets it through (engines that offload).",
+                    "Use more or larger GPUs, a shorter context or a smaller quantization; "
+                    "allow_memory_overcommit: true lets it through (engines that offload).",
                     host=one.host.name,
                     rank=one.rank,
                 )

@@ -77,7 +77,7 @@ def test_removal_is_seen_and_needs_neither_engine_nor_model(make_fleet: MakeFlee
 @pytest.mark.slow
 @pytest.mark.parametrize("gone", ["etc", "run", "supervisord"])
 def test_half_a_replica_is_found_and_removed(make_fleet: MakeFleet, model: pathlib.Path, gone: str) -> None:
-    """Without its configuration only processes and directories tell of it; without run/ no pid file leads to supervisord; a killed supervisord leaves run_shard.py."""
+    """Without its configuration only processes and directories tell of it; without run/ no pid file leads to supervisord; killed, that leaves run_shard.py."""
     hosts = make_fleet(["gpu-a"], gpus=2, replica=REPLICA)
     done = deploy(hosts, model)
     assert done.returncode == 0, done.stdout + done.stderr

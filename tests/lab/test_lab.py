@@ -23,7 +23,8 @@ ANSIBLE = str(pathlib.Path(sys.executable).parent / "ansible")
 LIST_GPUS = """import json, pynvml
 pynvml.nvmlInit()
 handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-print(json.dumps([[pynvml.nvmlDeviceGetName(h), pynvml.nvmlDeviceGetUUID(h), [p.pid for p in pynvml.nvmlDeviceGetComputeRunningProcesses(h)]] for h in handles]))"""
+print(json.dumps([[pynvml.nvmlDeviceGetName(h), pynvml.nvmlDeviceGetUUID(h),
+                   [p.pid for p in pynvml.nvmlDeviceGetComputeRunningProcesses(h)]] for h in handles]))"""
 UNIT = """[Service]
 User=svc
 EnvironmentFile=/etc/demo.env

@@ -27,9 +27,28 @@ pytestmark = pytest.mark.lab
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 KEY = "lab-key-0123456789"
-SIMULATED = {"name": "lab", "engine": "sim", "nodes": 2, "gpus_per_node": 2, "tp": 4, "model_path": "/etc/os-release", "served_model_name": "tiny", "ready_timeout": 60,
-             "args": ["--sim-load-seconds", "0.5", "--sim-gpu-mib", "48000"], "env": {"SIM_PROCESS_DIRECTORY": "/run/fake_nvml/processes"}}
-LLAMA = {"name": "lab", "engine": "llamacpp", "nodes": 2, "gpus_per_node": 0, "threads": 1, "model_path": "/models/tiny.gguf", "served_model_name": "tiny", "ready_timeout": 60}
+SIMULATED = {
+    "name": "lab",
+    "engine": "sim",
+    "nodes": 2,
+    "gpus_per_node": 2,
+    "tp": 4,
+    "model_path": "/etc/os-release",
+    "served_model_name": "tiny",
+    "ready_timeout": 60,
+    "args": ["--sim-load-seconds", "0.5", "--sim-gpu-mib", "48000"],
+    "env": {"SIM_PROCESS_DIRECTORY": "/run/fake_nvml/processes"},
+}
+LLAMA = {
+    "name": "lab",
+    "engine": "llamacpp",
+    "nodes": 2,
+    "gpus_per_node": 0,
+    "threads": 1,
+    "model_path": "/models/tiny.gguf",
+    "served_model_name": "tiny",
+    "ready_timeout": 60,
+}
 ASK = """import json, sys, urllib.request
 body = json.dumps({"model": "tiny", "max_tokens": 8, "messages": [{"role": "user", "content": "hello"}]}).encode()
 headers = {"Content-Type": "application/json", "Authorization": "Bearer " + sys.stdin.read()}
@@ -78,10 +97,25 @@ def llama(hosts: Lab, tmp_path_factory: pytest.TempPathFactory) -> Lab:
 
 def play(lab: Lab, playbook: str, pattern: str, *options: str, **variables: Any) -> subprocess.CompletedProcess[str]:
     """Run a playbook of the collection from where the hosts can be reached."""
-    command = [str(pathlib.Path(sys.executable).parent / "ansible-playbook"), "-i", str(lab.inventory), str(ROOT / "playbooks" / f"{playbook}.yml"),
-               "-e", json.dumps({"replica_name": "lab", "replica_hosts": pattern, "replica_management": "10.77.0.0/24", **variables}), *options]
-    return lab.run(*command, check=False, settings={"ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"), "ANSIBLE_COLLECTIONS_PATH": str(ROOT / ".collections"),
-                                                    "ANSIBLE_LOCAL_TEMP": str(lab.directory / "ansible"), "ANSIBLE_NOCOLOR": "1"})
+    command = [
+        str(pathlib.Path(sys.executable).parent / "ansible-playbook"),
+        "-i",
+        str(lab.inventory),
+        str(ROOT / "playbooks" / f"{playbook}.yml"),
+        "-e",
+        json.dumps({"replica_name": "lab", "replica_hosts": pattern, "replica_management": "10.77.0.0/24", **variables}),
+        *options,
+    ]
+    return lab.run(
+        *command,
+        check=False,
+        settings={
+            "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"),
+            "ANSIBLE_COLLECTIONS_PATH": str(ROOT / ".collections"),
+            "ANSIBLE_LOCAL_TEMP": str(lab.directory / "ansible"),
+            "ANSIBLE_NOCOLOR": "1",
+        },
+    )
 
 
 def succeeded(done: subprocess.CompletedProcess[str]) -> str:
@@ -130,11 +164,14 @@ def test_round_trips_of_a_deploy(simulated: Lab) -> None:
     assert [ours(simulated, name) for name in names] == [[], []]
 
 
-@pytest.mark.parametrize(("variables", "told"), [
-    pytest.param({"replica_management": "eth7"}, r"replica_management.*eth7", id="an interface that is not there"),
-    pytest.param({"replica_management": ""}, r"replica_management.*eth0 10\.77\.0\.\d+, eth1 10\.78\.0\.\d+", id="several that could be meant"),
-    pytest.param({"replica_address": "10.77.0.99"}, r"10\.77\.0\.99", id="an address that the leader does not have"),
-])
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        pytest.param({"replica_management": "eth7"}, r"replica_management.*eth7", id="an interface that is not there"),
+        pytest.param({"replica_management": ""}, r"replica_management.*eth0 10\.77\.0\.\d+, eth1 10\.78\.0\.\d+", id="several that could be meant"),
+        pytest.param({"replica_address": "10.77.0.99"}, r"10\.77\.0\.99", id="an address that the leader does not have"),
+    ],
+)
 def test_a_wrong_way_between_the_ranks_is_refused(simulated: Lab, variables: dict[str, Any], told: str) -> None:
     output = refused(play(simulated, "deploy_replica", "n1:n2", replica_profile=SIMULATED, **variables))
     assert "nothing was changed" in output and re.search(told, output), output
@@ -148,7 +185,9 @@ def test_a_broken_way_between_the_ranks_ends_with_its_cause(simulated: Lab) -> N
         output = refused(play(simulated, "deploy_replica", "n1:n2", replica_profile={**SIMULATED, "ready_timeout": 15}))
     finally:
         simulated.join("n1", "n2")
-    assert re.search(r"rank 0 \(n1\): .*waits for rank 1 ", output) and re.search(r"rank 1 \(n2\): .*waits for rank 0 at 10\.77\.0\.\d+:\d+ .*no answer", output), output
+    assert re.search(r"rank 0 \(n1\): .*waits for rank 1 ", output) and re.search(
+        r"rank 1 \(n2\): .*waits for rank 0 at 10\.77\.0\.\d+:\d+ .*no answer", output
+    ), output
     assert "Nothing of it was left behind" in output
     assert ours(simulated, "n1") == ours(simulated, "n2") == []
 
@@ -173,7 +212,7 @@ def test_llama_cpp_over_two_hosts(llama: Lab) -> None:
     run = llama.console("c2", "cat /run/rankzero/lab/state.json").stdout
     llama.console("c2", "kill -9 $(pgrep -f ^/opt/llama.cpp/ggml-rpc-server)")
     eventually(lambda: llama.console("c2", "cat /run/rankzero/lab/state.json", check=False).stdout not in (run, "") and answered(), 45)
-    again = succeeded(play(llama, "deploy_replica", "c1:c2", **variables))      # the replica came back by itself; the next deploy proves it
+    again = succeeded(play(llama, "deploy_replica", "c1:c2", **variables))  # the replica came back by itself; the next deploy proves it
     assert re.search(r"rank 1 \(c2\): ready", again) and answered(), again
 
     succeeded(play(llama, "remove_replica", "c1:c2"))

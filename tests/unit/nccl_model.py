@@ -143,9 +143,16 @@ def gid_index(table: list[Slot], env: dict[str, str]) -> int:
         of_family = is_ipv4(candidate.gid) == (family == socket.AF_INET)
         same_family = is_ipv4(candidate.gid) == is_ipv4(now.gid)
         fits = in_range(candidate.gid, limits, family)
-        if not same_family and of_family and fits:
-            current = number
-        elif of_family and fits and is_valid(candidate.gid) and candidate.version == version and (now.version != candidate.version or not is_valid(now.gid)):
+        if (
+            not same_family
+            and of_family
+            and fits
+            or of_family
+            and fits
+            and is_valid(candidate.gid)
+            and candidate.version == version
+            and (now.version != candidate.version or not is_valid(now.gid))
+        ):
             current = number
     return current
 

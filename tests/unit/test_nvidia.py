@@ -241,7 +241,8 @@ class TestFixtures:
         states = {2: "in_progress", 3: "completed"}
         results = machine.ask(
             *(
-                f"gpu 0-{host['gpus'] - 1} uuid=GPU-{host['name']}-%d fabric={states[host['state']]} fabric_status={host['status']} cluster={host['cluster_uuid']} "
+                f"gpu 0-{host['gpus'] - 1} uuid=GPU-{host['name']}-%d fabric={states[host['state']]} fabric_status={host['status']} "
+                f"cluster={host['cluster_uuid']} "
                 f"clique={host['clique_id']} health_summary={host['health_summary']} chassis={host['chassis']} slot={host['slot']} tray={host['tray']}\n"
                 for host in facts["hosts"]
             )

@@ -299,11 +299,9 @@ def test_a_pool_gives_the_hosts_that_fit_and_says_why_not_the_others() -> None:
 
 
 def test_a_pool_with_kinds_that_may_be_meant_apart_is_not_guessed() -> None:
-    pool = {**hosts(2), **{f"a{number}": node(number + 10, **{}) for number in (1, 2)}}
+    pool = {**hosts(2), **{f"a{number}": node(number + 10) for number in (1, 2)}}
     for name in ("a1", "a2"):
-        pool[name]["gpus"] = [
-            gpu(int(name[1]) + 10, index, **{"model": "NVIDIA A100-SXM4-40GB", "total_mib": 40960, "capability": "8.0"}) for index in range(8)
-        ]
+        pool[name]["gpus"] = [gpu(int(name[1]) + 10, index, model="NVIDIA A100-SXM4-40GB", total_mib=40960, capability="8.0") for index in range(8)]
     assert faults(pool) == [(None, "replica_hosts")]
     assert ranks(good(pool, profile(gpu_class="a100"))) == ["a1", "a2"] and ranks(good(pool, profile(gpu_class="H100"))) == ["n1", "n2"]
     assert good(pool, profile(gpu_class="A100"))["pool"] == "A100" and good(hosts())["pool"] == "NVIDIA H100 80GB HBM3"

@@ -140,7 +140,7 @@ def test_names_are_sorted_and_read_back(values: dict[str, str]) -> None:
 
 
 def systemd_unquote(line: str) -> list[str]:
-    """Words of a command line by systemd.service(5) and systemd.syntax(7): quotes, C escapes, then % specifiers and $ variables (all of which must be doubled)."""
+    """Words of a command line by systemd.service(5) and systemd.syntax(7): quotes, C escapes, then % specifiers and $ variables (doubled)."""
     words, word, quote, position, started = [], "", "", 0, False
     while position < len(line):
         character = line[position]

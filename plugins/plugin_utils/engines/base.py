@@ -167,7 +167,7 @@ class Engine:
         """What can be judged only of a rank on its host: paths, the build, what node facts say of the model and its adapters."""
 
     def revision_files(self, shard: Shard, variables: t.Collection[str]) -> t.Mapping[str, str]:
-        """Name -> text of further files of the rank's revision, in C(shard.current_dir). C(variables): all that the rank's launches have in their environment."""
+        """Name -> text of further files of the rank's revision, in C(shard.current_dir). C(variables): those of the rank's launches."""
         return {}
 
     def program(self, shard: Shard, name: str) -> str:

@@ -195,7 +195,8 @@ class Adapter(Engine):
                 "%s.dp_mode" % where,
                 "hybrid with dp %d on %d nodes" % (profile.dp, profile.nodes),
                 "two or more data parallel ranks on each of several nodes",
-                "Hybrid balances over the ranks of one node, behind a balancer of your own over the nodes; with one rank a node vLLM takes external balancing, which only MoE models have.",
+                "Hybrid balances over the ranks of one node, behind a balancer of your own over the nodes; with one rank a node vLLM takes external balancing, "
+                "which only MoE models have.",
             )
         if profile.dp == 1:
             return
