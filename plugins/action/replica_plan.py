@@ -56,7 +56,7 @@ class ActionModule(ActionBase):
         plan = self._plan(arguments, task_vars)
         if hostvars.text(arguments["plan_file"]):
             self._write(str(arguments["plan_file"]), plan)
-        if arguments["show"] or plan["faults"]:
+        if arguments["show"]:
             display.display(plan_text({**plan, "faults": []}) if plan["faults"] else plan_text(plan))
         if plan["faults"]:
             faults = [Fault(**fault) for fault in plan["faults"]]

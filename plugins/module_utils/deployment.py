@@ -180,7 +180,11 @@ class Deployment:
             self._act("stop the service (systemd)", lambda: self._run(["systemctl", "stop", unit]))
         link = traces.unit_of(self.revisions, service_managers.UNIT_DIR)
         if link is not None and os.path.islink(link):
-            self._act("remove %s" % link, functools.partial(os.unlink, link))
+            self._act("remove %s" % link, lambda: self._remove_link(str(link)))
+
+    def _remove_link(self, path: str) -> None:
+        os.unlink(path)
+        self._run(["systemctl", "daemon-reload"])
 
     def _verify_gone(self, before: teardown.Before) -> None:
         findings = teardown.wait(

@@ -38,16 +38,18 @@ class Signature(NamedTuple):
     """One known line. `pattern` is searched in the cleaned line; `hint` says what the operator can do.
 
     A `weak` signature also appears in healthy logs (a retry, a warning): it counts only where no other line tells more.
+    A `consequence` is what a rank says when another one has ended or cannot be reached: over all ranks, a line of its own counts before it.
     """
 
     pattern: re.Pattern[str]
     cause: str
     hint: str
     weak: bool = False
+    consequence: bool = False
 
 
-def _signature(pattern: str, cause: str, hint: str, weak: bool = False) -> Signature:
-    return Signature(re.compile(pattern, re.IGNORECASE), cause, hint, weak)
+def _signature(pattern: str, cause: str, hint: str, weak: bool = False, consequence: bool = False) -> Signature:
+    return Signature(re.compile(pattern, re.IGNORECASE), cause, hint, weak, consequence)
 
 
 # Sources: reports and source lines of vLLM 0.32/0.33, SGLang 0.5.23, llama.cpp b11434, NCCL 2.2x and PyTorch, as named in each group.
@@ -176,6 +178,7 @@ SIGNATURES: tuple[Signature, ...] = GPU_SIGNATURES + (
         r"connectFullMesh failed|Unable to resolve hostname to a \(local\) address",
         "A rank could not connect to another one at the address that it advertised (Gloo).",
         "All ports must be open between the hosts of a replica, in both directions, on the management network.",
+        consequence=True,
     ),
     _signature(
         r"with family \d+ is neither AF_INET|no socket interface found|No interface found",
@@ -186,11 +189,13 @@ SIGNATURES: tuple[Signature, ...] = GPU_SIGNATURES + (
         r"Timed out after \d+ seconds waiting for clients",
         "The leader waited, but not every rank joined in time.",
         "Look at the ranks that did not join: they may have another leader address, a firewall in between, or have ended.",
+        consequence=True,
     ),
     _signature(
         r"client socket has (?:failed to connect|timed out).*(?:any network address|trying to connect)",
         "This rank could not reach the leader's rendezvous port.",
         "Check from this host that the leader's address and port answer; a firewall or another subnet is the usual reason.",
+        consequence=True,
     ),
     _signature(
         r"ZMQError: Cannot assign requested address|Cannot assign requested address \(addr=",
@@ -202,6 +207,7 @@ SIGNATURES: tuple[Signature, ...] = GPU_SIGNATURES + (
         r"Software caused connection abort|Network is unreachable|Connection refused)",
         "NCCL could not connect to another rank over TCP.",
         "All ports must be open between the hosts of a replica, in both directions; check the firewall and the named interface.",
+        consequence=True,
     ),
     _signature(r"NCCL WARN Duplicate GPU detected", "Two ranks were given the same GPU.", "Compare CUDA_VISIBLE_DEVICES of the shards on this host."),
     # --- InfiniBand and RoCE (nccl-tests#185, #227; NVIDIA/nccl#2013, #1131; nccl-tests#206; NV-Kernels#591)
@@ -219,6 +225,7 @@ SIGNATURES: tuple[Signature, ...] = GPU_SIGNATURES + (
         r"Got completion .*(?:error|status=12)|IBV_WC_RETRY_EXC_ERR|transport retry counter exceeded",
         "A transfer between two HCAs timed out: the link, the switch or the peer's GID went away.",
         "Check the ports of both hosts (ibstat, rdma link) and restart the whole replica: a GID index may have moved.",
+        consequence=True,
     ),
     _signature(
         r"while creating shared memory segment|/dev/shm/nccl-|No space left on device.*shm|unable to (?:open|mmap) shared memory",
@@ -229,16 +236,19 @@ SIGNATURES: tuple[Signature, ...] = GPU_SIGNATURES + (
         r"Watchdog caught collective operation timeout",
         "A collective operation did not finish: a rank hangs or a link between hosts is down.",
         "Look at the other ranks' logs for an earlier line, then at the fabric.",
+        consequence=True,
     ),
     _signature(
         r"ncclRemoteError|socketProgress: Connection closed by remote peer",
         "Another rank ended first and this one lost its connection.",
         "The cause is in another rank's log.",
+        consequence=True,
     ),
     _signature(
         r"ncclSystemError|ncclUnhandledCudaError|ncclInternalError|ncclInvalidUsage",
         "NCCL failed while it set up communication between the ranks.",
         "Set NCCL_DEBUG: INFO in the profile's env and look for the first line with NCCL WARN.",
+        consequence=True,
     ),
     # --- Ray
     _signature(
@@ -343,9 +353,13 @@ SIGNATURES: tuple[Signature, ...] = GPU_SIGNATURES + (
         r"Remote RPC server crashed or returned malformed response|RPC.*version mismatch|failed to connect to RPC|Failed to connect to \S+:\d+",
         "The leader lost or could not use a rank's RPC server.",
         "The RPC server must be up first and of exactly the leader's version; look at that rank's log.",
+        consequence=True,
     ),
     _signature(
-        r"Watchdog timeout", "One step of the engine did not finish in time: a rank or a GPU hangs.", "Look at the other ranks' logs and at dmesg for an Xid."
+        r"Watchdog timeout",
+        "One step of the engine did not finish in time: a rank or a GPU hangs.",
+        "Look at the other ranks' logs and at dmesg for an Xid.",
+        consequence=True,
     ),
     _signature(
         r"TCP client failed to connect/validate to host",
@@ -432,6 +446,26 @@ def first_telling(lines: Sequence[str], signatures: Sequence[Signature] = SIGNAT
             if _OWN_ERROR.search(line) and not _NOT_THE_CAUSE.search(line):
                 return {"line": clean(line), "cause": None, "hint": None}
     return None
+
+
+def telling(lines: Sequence[str], most: int = 8) -> list[dict[str, Any]]:
+    """All lines that tell something, in the order of the log, each cause once: `[{line, cause, hint, kind}]`.
+
+    `kind` is `cause`, `consequence` (of what another rank did), `weak`, or `error`: a program's own error of which nobody here knows the meaning.
+    """
+    found: list[dict[str, Any]] = []
+    for line in lines:
+        signature = _match(line, SIGNATURES, False) or _match(line, SIGNATURES, True)
+        if signature is not None:
+            kind = "weak" if signature.weak else "consequence" if signature.consequence else "cause"
+            entry: dict[str, Any] = {"line": clean(line), "cause": signature.cause, "hint": signature.hint, "kind": kind}
+        elif _OWN_ERROR.search(line) and not _NOT_THE_CAUSE.search(line):
+            entry = {"line": clean(line), "cause": None, "hint": None, "kind": "error"}
+        else:
+            continue
+        if not any((entry["cause"], entry["kind"]) == (other["cause"], other["kind"]) for other in found):
+            found.append(entry)
+    return found[:most]
 
 
 def _match(line: str, signatures: Sequence[Signature], weak: bool) -> Signature | None:

@@ -48,7 +48,7 @@ def look(store: Revisions, proc_root: str = "/proc") -> Before:
     found = {pid: (table.stat(pid) or (0, 0, 0))[2] for pid in traces.pids(store, table)}
     endpoints = endpoints_of(launch_of(store))
     rows = processes.listening_sockets(proc_root) if endpoints else []
-    held = frozenset(end for end in endpoints if any(row["pid"] in found for row in rows if _at(row, end)))
+    held = frozenset(end for end in endpoints if any(row["pid"] in found for row in rows if covers(row, end)))
     return Before(found, endpoints, held)
 
 
@@ -148,7 +148,7 @@ def _ports(before: Before, proc_root: str) -> Finding:
     left: list[str] = []
     foreign: list[str] = []
     for end in taken:
-        row = next((row for row in rows if _at(row, end)), None)
+        row = next((row for row in rows if covers(row, end)), None)
         text = "port %d at %s is held by %s" % (end[1], end[0], _holder(row))
         stranger = row is not None and row["pid"] is not None and row["pid"] not in before.processes and end not in before.held
         (foreign if stranger else left).append(text)
@@ -179,7 +179,7 @@ def is_taken(endpoint: tuple[str, int], proc_root: str = "/proc") -> bool:
     return not (ports.in_time_wait(port, net) and ports.try_bind(family, address, port, True) == 0)
 
 
-def _at(row: Mapping[str, Any], endpoint: tuple[str, int]) -> bool:
+def covers(row: Mapping[str, Any], endpoint: tuple[str, int]) -> bool:
     """Whether a socket keeps others from the endpoint: the same port at the same or at every address."""
     wildcard = ("0.0.0.0", "::")
     return row["port"] == endpoint[1] and (row["address"] == endpoint[0] or row["address"] in wildcard or endpoint[0] in wildcard)

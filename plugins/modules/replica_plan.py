@@ -50,7 +50,7 @@ options:
     description: File on the controller to which the plan is written as JSON, also when it is refused, also in check mode.
     type: str
   show:
-    description: Print the plan as a table.
+    description: Print the plan as a table. With V(false) nothing is printed, also when the plan is refused.
     type: bool
     default: true
 notes:
