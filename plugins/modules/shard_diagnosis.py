@@ -137,6 +137,7 @@ problems:
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
+
 from ansible_collections.rankzero.inference.plugins.module_utils import shard_diagnosis, traces
 
 ARGUMENTS: dict[str, dict[str, Any]] = {

@@ -114,13 +114,9 @@ def _stage(verdict: Map, state: Map) -> str | None:
 def _service(service: Map) -> str:
     if not service:
         return "none"
-    word = (
-        "restarting"
-        if service.get("restarting")
-        else "failed"
-        if service.get("failed")
-        else {True: "active", False: "inactive"}.get(service.get("active"), "unknown")
-    )  # type: ignore[arg-type]
+    active = service.get("active")
+    word = "unknown" if active is None else "active" if active else "inactive"
+    word = "restarting" if service.get("restarting") else "failed" if service.get("failed") else word
     return "%s (%s)" % (word, service.get("result")) if service.get("result") not in (None, "success") else word
 
 

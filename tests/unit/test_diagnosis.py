@@ -9,6 +9,7 @@ import pathlib
 from typing import Any
 
 import pytest
+
 from ansible_collections.rankzero.inference.plugins.module_utils import log_signatures, shard_diagnosis
 from ansible_collections.rankzero.inference.plugins.plugin_utils import diagnosis
 from ansible_collections.rankzero.inference.plugins.plugin_utils.diagnosis import Seen
