@@ -19,11 +19,21 @@ import itertools
 import typing as t
 
 from ansible_collections.rankzero.inference.plugins.plugin_utils import gids, nccl
-from ansible_collections.rankzero.inference.plugins.plugin_utils.fabric_names import Definition, Selector, is_named, keys_of, network_of, parse, vlan_of
-from ansible_collections.rankzero.inference.plugins.plugin_utils.fabric_names import Port as Port
-from ansible_collections.rankzero.inference.plugins.plugin_utils.fabric_names import port_name as port_name
+from ansible_collections.rankzero.inference.plugins.plugin_utils.fabric_names import (
+    Definition,
+    Port,
+    Selector,
+    is_named,
+    keys_of,
+    network_of,
+    parse,
+    port_name,
+    vlan_of,
+)
 from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings, natural_key
 from ansible_collections.rankzero.inference.plugins.plugin_utils.values import nearest
+
+__all__ = ["Choice", "Port", "choose", "none", "port_name", "usable_ports"]
 
 Facts = t.Mapping[str, t.Any]
 Hosts = t.Mapping[str, Facts]

@@ -170,7 +170,7 @@ def test_ranks_with_different_keys_are_found_and_written_anew(replica: Lab) -> N
 
 def test_after_too_many_failed_runs_all_ranks_are_failed_and_systemd_leaves_them(replica: Lab) -> None:
     """The last test: it leaves the replica failed."""
-    for _ in range(3):
+    for dummy in range(3):
         before = serving(replica)
         replica.console("f3", "pkill -9 -f [s]im_engine.py")
         until(lambda before=before: any(one.get("run_id") != before or one.get("stage") != "running" for one in states(replica)), 10, lambda: states(replica))

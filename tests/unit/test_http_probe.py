@@ -48,7 +48,7 @@ def read_request(connection: socket.socket) -> bytes:
     data = b""
     while b"\r\n\r\n" not in data:
         data += connection.recv(65536)
-    head, _, body = data.partition(b"\r\n\r\n")
+    head, dummy, body = data.partition(b"\r\n\r\n")
     length = next((int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:")), 0)
     while len(body) < length:
         body += connection.recv(65536)

@@ -48,7 +48,10 @@ def test_netlink_agrees_with_iproute2():
     kernel_links, kernel_addresses, kernel_routes = network.from_kernel()
     assert kernel_links == links
     assert kernel_addresses == {name: found for name, found in addresses.items() if found}
-    key = lambda route: (route["destination"], route["interface"], str(route["gateway"]))  # noqa: E731
+
+    def key(route: dict) -> tuple:
+        return route["destination"], route["interface"], str(route["gateway"])
+
     assert sorted(kernel_routes, key=key) == sorted(routes, key=key)
 
 
@@ -93,7 +96,10 @@ print(json.dumps([network.from_kernel(), network.from_ip_json(state), network.re
     (links, addresses, routes), (json_links, json_addresses, json_routes), facts = json.loads(done.stdout)
     assert links == json_links
     assert addresses == {name: found for name, found in json_addresses.items() if found}
-    key = lambda route: (route["destination"], route["interface"], str(route["gateway"]), route["metric"])  # noqa: E731
+
+    def key(route: dict) -> tuple:
+        return route["destination"], route["interface"], str(route["gateway"]), route["metric"]
+
     assert sorted(routes, key=key) == sorted(json_routes, key=key)
     kinds = {interface["name"]: interface["kind"] for interface in facts["interfaces"]}
     vlans = {interface["name"]: interface["vlan"] for interface in facts["interfaces"] if interface["vlan"]}

@@ -68,7 +68,7 @@ def entry(
     """One process in a made-up /proc."""
     folder = root / str(pid)
     folder.mkdir(parents=True)
-    numbers = " ".join("0" for _ in range(15))
+    numbers = " ".join("0" for dummy in range(15))
     (folder / "stat").write_text(f"{pid} ({comm}) S {ppid} {pid} {pid if session is None else session} {numbers} 5000 0\n", encoding="utf-8")
     (folder / "comm").write_text(comm + "\n", encoding="utf-8")
     (folder / "cgroup").write_text(cgroup + "\n", encoding="ascii")
@@ -243,7 +243,7 @@ class TestSockets:
             port = server.getsockname()[1]
             mine = {"port": port, "address": address, "pid": os.getpid(), "listening": True}
             assert [row for row in processes.listening_sockets() if row["port"] == port] == [mine]
-            with socket.create_connection((address, port)) as client, server.accept()[0]:
+            with socket.create_connection((address, port)) as client, contextlib.closing(server.accept()[0]):
                 remote, local = client.getsockname()
                 rows = processes.established("/proc", port, [os.getpid(), 1])
                 assert rows == [{"address": address, "port": port, "remote_address": remote, "remote_port": local, "pid": os.getpid()}]

@@ -309,7 +309,7 @@ def test_waiting_is_logged_again_after_a_while_and_not_at_every_attempt(revision
 
 def test_a_stop_during_a_connection_attempt_that_gets_no_answer_is_prompt(revision):
     with listener(backlog=0) as full, contextlib.ExitStack() as clients:
-        for _ in range(4):  # a full backlog drops what comes next, as a firewall would
+        for dummy in range(4):  # a full backlog drops what comes next, as a firewall would
             client = clients.enter_context(socket.socket())
             client.setblocking(False)
             client.connect_ex(full.getsockname())
@@ -648,7 +648,7 @@ def test_the_rests_of_ended_connections_do_not_count_as_a_taken_port():
     with listener() as server:
         port = server.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)) as client:
-            accepted, _ = server.accept()
+            accepted, dummy = server.accept()
             accepted.close()  # the server's side closes first and keeps TIME_WAIT
             assert client.recv(1) == b""
     error = until(lambda: run_shard.bind_error("127.0.0.1", port), "a port in TIME_WAIT")
@@ -1656,14 +1656,14 @@ def test_garbage_is_refused_and_closed(dial, garbage):
 def test_endless_input_is_cut_off(dial):
     one = dial()
     with pytest.raises(OSError):  # noqa: PT011 (a reset or a broken pipe)
-        for _ in range(10000):
+        for dummy in range(10000):
             one.socket.sendall(b"x" * 65536)
     until(lambda: "a line of more than 4096 bytes" in dial.replica[0].log, "the log")
     assert dial().greet() == {"type": "welcome"}
 
 
 def test_many_silent_connections_do_not_keep_a_rank_out(dial):
-    idle = [dial() for _ in range(40)]
+    idle = [dial() for dummy in range(40)]
     assert dial().greet() == {"type": "welcome"}
     assert len(os.listdir(f"/proc/{dial.replica[0].supervisors[-1].pid}/fd")) < 40
     assert idle[0].stream.readline() == b"", "the oldest went first"
@@ -1715,7 +1715,7 @@ def nvml_library():
 @pytest.fixture
 def gpus(revision, nvml_library):
     """A driver with two GPUs; `gpus(statements)` writes its state anew."""
-    uuids = [f"GPU-{uuid.uuid4()}" for _ in range(2)]
+    uuids = [f"GPU-{uuid.uuid4()}" for dummy in range(2)]
     path = revision.root / "nvml"
 
     def write(*more):

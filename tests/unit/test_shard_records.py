@@ -42,8 +42,9 @@ def no_command(arguments: list[str]) -> tuple[int, str, str]:
     raise AssertionError("no command is needed: %s" % arguments)
 
 
-def deploy(root: pathlib.Path, launch: object = LAUNCH, replica: str = "glm") -> pathlib.Path:
+def deploy(root: pathlib.Path, launch: object = None, replica: str = "glm") -> pathlib.Path:
     """Two revisions, the newer one current."""
+    launch = LAUNCH if launch is None else launch
     base = root / "etc/rankzero" / replica
     for fingerprint in ("f1", "f2"):
         folder = base / "revisions" / fingerprint

@@ -181,7 +181,8 @@ def starter(folder: pathlib.Path) -> Iterator[StartSim]:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sim]:
     """One vLLM-like engine with a key, for requests that change nothing."""
     generator = starter(tmp_path_factory.mktemp("served"))
-    start_one = next(generator)
+    start_one = next(generator, None)
+    assert start_one is not None
     yield start_one("--served-model-name", "tiny", "alias", "--max-model-len", "1k", VLLM_API_KEY=KEY).ready()
     with contextlib.suppress(StopIteration):
         next(generator)

@@ -428,10 +428,10 @@ def test_in_any_order_of_events_runs_never_mix_and_all_is_well_or_given_up_in_th
             world.cut.add(value)
         elif kind == "heal":
             world.cut.discard(value)
-        for _ in range(value if kind == "wait" else 1):
+        for dummy in range(value if kind == "wait" else 1):
             world.step()
     world.cut.clear()
-    for _ in range(200):
+    for dummy in range(200):
         world.step()
     if world.leader.phase == GIVEN_UP:
         assert len(world.leader.failures) == 4
@@ -444,7 +444,7 @@ def test_in_any_order_of_events_runs_never_mix_and_all_is_well_or_given_up_in_th
 def test_the_property_can_fail():
     """Without the leader's wait for idle ranks the world above must notice."""
     world = World(3)
-    for _ in range(10):
+    for dummy in range(10):
         world.step()
     assert world.leader.phase == RUNNING
     world.processes[1] = "ff"

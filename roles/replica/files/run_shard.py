@@ -515,11 +515,14 @@ def parse_run_env(entry: Fields, runs: int) -> dict[str, tuple[str, ...]]:
     return {marked.matching("name", VARIABLE, "the name of a variable"): parse_values(marked, runs) for marked in entry.objects("run_env")}
 
 
+def one_line(item: object, where: str) -> str:
+    if not isinstance(item, str) or "\n" in item:
+        damaged(f"{where} must be a string of one line")
+    return usable_text(item, where)
+
+
 def parse_values(marked: Fields, runs: int) -> tuple[str, ...]:
-    values = tuple(
-        usable_text(item, where) if isinstance(item, str) and "\n" not in item else damaged(f"{where} must be a string of one line")
-        for where, item in marked.items("values", required=True)
-    )
+    values = tuple(one_line(item, where) for where, item in marked.items("values", required=True))
     if len(values) != runs or not values:
         damaged(f"{marked.where}.values must be one for each of tie.run_ports")
     return values
@@ -741,8 +744,8 @@ class Process(NamedTuple):
 
 def parse_stat(text: str) -> Process:
     """/proc/PID/stat; the name stands in parentheses and may itself hold spaces and parentheses (proc(5))."""
-    head, _, tail = text.rpartition(")")
-    pid, _, name = head.partition(" (")
+    head, dummy, tail = text.rpartition(")")
+    pid, dummy, name = head.partition(" (")
     values = tail.split()
     return Process(int(pid), int(values[1]), values[0], int(values[19]), name)
 
@@ -969,7 +972,7 @@ def parse_tcp_table(text: str) -> list[TcpSocket]:
     found = []
     for line in text.splitlines()[1:]:
         words = line.split()
-        host, _, port = words[1].rpartition(":")
+        host, dummy, port = words[1].rpartition(":")
         packed = b"".join(struct.pack("=I", int(host[at : at + 8], 16)) for at in range(0, len(host), 8))
         address = ipaddress.ip_address(packed)
         mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
@@ -2001,7 +2004,7 @@ def sealed(key: bytes, context: Sequence[bytes], message: Mapping[str, Any]) -> 
 
 def opened(key: bytes, context: Sequence[bytes], line: bytes) -> dict[str, Any]:
     """The message of a line whose MAC is right; only then its text is looked at. Raises TieError."""
-    given, _, text = line.partition(b" ")
+    given, dummy, text = line.partition(b" ")
     if not hmac.compare_digest(given, mac(key, *context, text).hex().encode("ascii")):
         raise TieError("wrong secret")
     try:
