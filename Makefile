@@ -12,13 +12,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PYTHONDONTWRITEBYTECODE := 1
 
-.PHONY: help demo demo-clean test slow-test lint lab-test lab-quick lab-pytest molecule bench build clean
+# sanity: ansible-test sanity on the committed tree
+.PHONY: sanity help demo demo-clean test slow-test lint lab-test lab-quick lab-pytest molecule bench build clean
 
 help:
 	@echo "make demo              a real two-rank llama.cpp replica on this machine's CPU (ENGINE=sim: four simulated GPU ranks)"
 	@echo "make demo-clean        remove it"
 	@echo "make test              unit, module, contract and end-to-end tests on this machine (no root, under 2 minutes)"
 	@echo "make slow-test         the rest of them: every case of the gate, the simulator and the engines' behaviour"
+	@echo "make sanity            ansible-test sanity on the committed tree"
 	@echo "make lint              ruff and mypy"
 	@echo "make lab-test          tests on several real hosts, all molecule scenarios among them (root, Debian packages)"
 	@echo "make lab-quick         the same with three scenarios; SCENARIO=\"upgrade removal\" for others, make molecule for those alone"
@@ -47,6 +49,9 @@ test: $(VENV)/.test
 
 slow-test: $(VENV)/.test
 	@$(BIN)/python -m pytest -q tests/unit tests/contract tests/e2e -m "slow and not lab" -n 2
+
+sanity: $(VENV)/.demo
+	@$(BIN)/python tests/sanity/run.py
 
 lint: $(VENV)/.test
 	@$(BIN)/ruff check .
