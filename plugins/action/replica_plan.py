@@ -15,7 +15,7 @@ from ansible.errors import AnsibleActionFail
 from ansible.plugins.action import ActionBase
 from ansible.utils.display import Display
 
-from ansible_collections.rankzero.inference.plugins.plugin_utils import collection_files, convergence, engines, hostvars, render, secrets
+from ansible_collections.rankzero.inference.plugins.plugin_utils import collection_files, convergence, engines, hostvars, render, run_identity, secrets
 from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Fault, Findings, report
 from ansible_collections.rankzero.inference.plugins.plugin_utils.plan import HostInput, Request, build_plan
 from ansible_collections.rankzero.inference.plugins.plugin_utils.render import sha256
@@ -37,6 +37,7 @@ ARGUMENTS: dict[str, t.Any] = {
     "profile": {"type": "raw"},
     "profiles": {"type": "raw"},
     "group": {"type": "str"},
+    "hosts": {"type": "list", "elements": "str"},
     "api_key": {"type": "raw", "no_log": True},
     "options": {"type": "dict", "default": {}},
     "recorded": {"type": "bool", "default": False},
@@ -68,11 +69,14 @@ class ActionModule(ActionBase):
         replica = hostvars.plain(arguments["replica"])
         key = secrets.check(hostvars.plain(arguments["api_key"]), findings)
         played = [str(host) for host in task_vars.get("ansible_play_hosts_all") or ()]
+        among = set(arguments["hosts"] or played)
+        hosts = tuple(self._host(host, task_vars, arguments["recorded"]) for host in played if host in among)
         request = Request(
             replica=replica,
             profile=hostvars.plain(arguments["profile"]),
             profiles=hostvars.plain(arguments["profiles"]),
-            hosts=tuple(self._host(host, task_vars, arguments["recorded"]) for host in played),
+            hosts=hosts,
+            ended_owners=tuple(self._ended(hosts, str(replica), task_vars, arguments["recorded"])),
             absent_hosts=self._absent(arguments, task_vars),
             options=hostvars.plain(arguments["options"]),
             key_digest=secrets.digest(key, str(replica)) if key else None,
@@ -101,6 +105,15 @@ class ActionModule(ActionBase):
         ranks = {host: shard["rank"] for host, shard in plan["shards"].items()}
         for host, converge in convergence.with_tie(convergence.over_replica(own, ranks), records).items():
             plan["shards"][host]["converge"] = converge
+
+    @staticmethod
+    def _ended(hosts: t.Sequence[HostInput], replica: str, task_vars: t.Any, recorded: bool) -> list[str]:
+        """Recorded facts tell nothing of who works on a host now."""
+        facts = {host.name: host.facts for host in hosts}
+        if not recorded:
+            return run_identity.owners_that_do_not_count(facts, task_vars)
+        found = [one["locks"].get(replica) for one in facts.values() if isinstance(one, t.Mapping) and isinstance(one.get("locks"), t.Mapping)]
+        return [str(lock["owner"]) for lock in found if isinstance(lock, t.Mapping) and lock.get("owner")]
 
     @staticmethod
     def _absent(arguments: dict[str, t.Any], task_vars: t.Any) -> tuple[str, ...]:

@@ -14,14 +14,16 @@ from ansible.errors import AnsibleActionFail
 from ansible.plugins.action import ActionBase
 
 from ansible_collections.rankzero.inference.plugins.module_utils import traces
-from ansible_collections.rankzero.inference.plugins.plugin_utils import collection_files, controller_files, convergence, hostvars, render, secrets
+from ansible_collections.rankzero.inference.plugins.plugin_utils import collection_files, controller_files, convergence, hostvars, render, run_identity, secrets
 
-STATES = ["present", "restored", "absent", "stopped", "restarted"]
+STATES = ["present", "restored", "absent", "stopped", "restarted", "unlocked"]
 ARGUMENTS: dict[str, t.Any] = {
     "state": {"type": "str", "choices": STATES, "default": "present"},
     "replica": {"type": "str", "required": True},
     "shard": {"type": "dict", "default": {}},
     "api_key": {"type": "str", "no_log": True},
+    "fingerprint": {"type": "str"},
+    "enabled": {"type": "bool", "default": True},
     "replica_root": {"type": "str", "default": "/"},
     "log_file": {"type": "str"},
 }
@@ -43,6 +45,7 @@ class ActionModule(ActionBase):
         facts = hostvars.facts_of(task_vars or {})
         record = ((facts or {}).get("shards") or {}).get(arguments["replica"]) if isinstance(facts, t.Mapping) else None
         self._arguments, self._facts, self._record, self._task_vars = arguments, facts or {}, record, task_vars
+        self._host = str((task_vars or {}).get("inventory_hostname"))
         return getattr(self, "_" + arguments["state"])()
 
     # ---- states
@@ -58,6 +61,7 @@ class ActionModule(ActionBase):
         if not reasons or (own in ([], [convergence.UNPROVEN]) and not converge["restart"]):
             return {"changed": bool(reasons), "actions": [], "reasons": reasons, "revision": shard["fingerprint"], "remote_calls": 0}
         result = self._call(
+            target=shard["fingerprint"],
             fingerprint=shard["fingerprint"],
             files=dict(rendered.files),
             unit_name=rendered.unit_name,
@@ -73,14 +77,21 @@ class ActionModule(ActionBase):
         return result
 
     def _restored(self) -> dict[str, t.Any]:
-        """Back to what node facts saw before this deploy changed anything."""
+        """To a kept revision that was asked for, or back to what node facts saw before this run changed anything."""
+        wanted = hostvars.text(self._arguments["fingerprint"])
+        if wanted:
+            return self._call(state="restored", target=wanted, fingerprint=wanted, supervisord=self._supervisord())
         shard = hostvars.plain(self._arguments["shard"])
         before = (self._record or {}).get("revision")
         if not shard and not self._record:
             return self._nothing()
         if shard and before == shard["fingerprint"]:
             return {**self._nothing(), "revision": before, "reasons": ["revision %s was there before this deploy, and stays" % before]}
-        return self._with_log(self._call(state="restored", fingerprint=before, failed_fingerprint=shard.get("fingerprint"), supervisord=self._supervisord()))
+        if not self._called():
+            return self._nothing()
+        return self._with_log(
+            self._call(state="restored", only_own=True, fingerprint=before, failed_fingerprint=shard.get("fingerprint"), supervisord=self._supervisord())
+        )
 
     def _with_log(self, result: dict[str, t.Any]) -> dict[str, t.Any]:
         """The log of what was undone went with it: its last lines are kept on the controller."""
@@ -95,16 +106,47 @@ class ActionModule(ActionBase):
         return {**self._call(state="absent", supervisord=self._supervisord()), "reasons": reasons or []}
 
     def _stopped(self) -> dict[str, t.Any]:
-        return self._call(state="stopped", supervisord=self._supervisord()) if self._record else self._nothing()
+        if not self._record:
+            return self._nothing()
+        return self._call(state="stopped", supervisord=self._supervisord(), enabled=self._arguments["enabled"])
 
     def _restarted(self) -> dict[str, t.Any]:
         return self._call(state="restarted", supervisord=self._supervisord())
 
+    def _unlocked(self) -> dict[str, t.Any]:
+        """Give up the lock of this run, or of one that died here.
+
+        One that cannot be given up ends by itself: no reason to let a run fail that has done its work.
+        """
+        called, lock = self._called(), self._lock()
+        left = lock is not None and (lock.get("live") is False or run_identity.has_ended(lock))
+        if not (called or left) or self._task.check_mode:
+            return self._nothing()
+        result = self._call(state="unlocked", only_own=called)
+        if result.get("failed"):
+            return {**self._nothing(), "reasons": [str(result.get("msg"))], "remote_calls": 1}
+        return result
+
     # ---- parts
+
+    def _called(self) -> bool:
+        return run_identity.has_called(self._host, str(self._arguments["replica"]))
+
+    def _lease(self, target: str | None, only_own: bool) -> dict[str, t.Any]:
+        """Who this run is, for the lock on the host (module_utils/leases.py)."""
+        return {**run_identity.this_run(self._task_vars), "target": target, "only_own": only_own, "ended": run_identity.ended_owners([self._lock()])}
+
+    def _lock(self) -> t.Mapping[str, t.Any] | None:
+        """The lock of the replica that node facts saw on the host."""
+        locks = self._facts.get("locks")
+        lock = locks.get(self._arguments["replica"]) if isinstance(locks, t.Mapping) else None
+        return hostvars.plain(lock) if isinstance(lock, t.Mapping) else None
 
     def _is_left(self) -> bool:
         """Whether the facts saw anything of the replica on the host: its records, or what is left where those are gone; or a user without a replica."""
         left = self._facts.get("traces")
+        if self._lock() is not None:
+            return True  # of a run that died before it wrote anything else
         if self._record or not isinstance(left, t.Mapping):
             return bool(self._record)
         replicas = left.get("replicas") or {}
@@ -149,15 +191,20 @@ class ActionModule(ActionBase):
         with open(path, encoding="ascii") as stream:
             return stream.read()
 
-    def _call(self, state: str = "present", secrets: dict[str, str] | None = None, **revision: t.Any) -> dict[str, t.Any]:
+    def _call(
+        self, state: str = "present", secrets: dict[str, str] | None = None, target: str | None = None, only_own: bool = False, **revision: t.Any
+    ) -> dict[str, t.Any]:
         """The one remote call."""
+        replica = str(self._arguments["replica"])
         module_arguments = {
             "state": state,
-            "replica": str(self._arguments["replica"]),
+            "replica": replica,
             "replica_root": str(self._arguments["replica_root"]),
             "revision": revision,
             "secrets": secrets,
+            "lease": self._lease(target, only_own),
         }
+        run_identity.note_call(self._host, replica)
         result = dict(self._execute_module(module_name="rankzero.inference.shard", module_args=module_arguments, task_vars=self._task_vars))
         result["remote_calls"] = 1
         return result

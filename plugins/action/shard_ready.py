@@ -21,6 +21,8 @@ from ansible.errors import AnsibleConnectionFailure
 from ansible.plugins.action import ActionBase
 from ansible.utils.display import Display
 
+from ansible_collections.rankzero.inference.plugins.plugin_utils import run_identity
+
 MODULE = "rankzero.inference.shard_ready"
 HEARTBEAT_SECONDS = 29.0
 DEFAULT_BUDGET_SECONDS = 900
@@ -209,6 +211,8 @@ class ActionModule(ActionBase):  # type: ignore[misc]
 
     def _ask(self, options: dict[str, Any], task_vars: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
         arguments = {name: options[name] for name in TO_MODULE}
+        if options["wait"]:
+            arguments["lock_owner"] = run_identity.this_run(task_vars)["owner"]
         answer: dict[str, Any] = self._execute_module(module_name=MODULE, module_args={**arguments, **more}, task_vars=task_vars)
         return answer
 

@@ -15,6 +15,7 @@ from ansible_collections.rankzero.inference.plugins.module_utils import (
     hcas,
     host,
     imex,
+    leases,
     limits,
     models,
     network,
@@ -63,6 +64,7 @@ def read(options: Mapping[str, Any], run_command: RunCommand) -> Facts:
         "ports_in_use": taken,
         "shards": shard_records.read(options["replica_root"], proc, run),
         "cordoned": shard_records.cordoned(options["replica_root"]),
+        "locks": leases.read(options["replica_root"]),
         "traces": traces.read(options["replica_root"], proc),
     }
 

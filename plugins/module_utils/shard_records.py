@@ -90,6 +90,7 @@ def read_shard(replica_root: str, replica: str, proc_root: str, unit: Facts | No
     tie = launch["tie"] if isinstance(launch.get("tie"), dict) else {}
     shard["run_ports"] = [port for port in tie.get("run_ports") or [] if whole(port)] if isinstance(tie.get("run_ports"), list) else []
     shard["tie_id"] = tie_id(os.path.join(current, "secrets", "tie_key")) if tie else None
+    shard["revisions"] = kept_revisions(base)
     shard["gpus"] = [gpu["uuid"] for gpu in entries(launch.get("gpus")) if isinstance(gpu.get("uuid"), str)]
     # What a run wrote before it was killed says nothing about now.
     if state and service["active"] is False and shard["stage"] not in ("stopped", "failed"):
@@ -140,6 +141,46 @@ def restarts(state: Facts, unit: Facts | None) -> int | None:
 
 
 # ---- files
+
+
+def kept_revisions(base: str) -> list[Facts]:
+    """`[{revision, rank, nodes, tie_id, serves_http, budget_seconds, problem}]` of a replica, the oldest first.
+
+    `problem` says why one cannot be started, else null.
+    """
+    parent = os.path.join(base, "revisions")
+    try:
+        with os.scandir(parent) as there:
+            found = sorted(
+                (entry.stat(follow_symlinks=False).st_mtime, entry.name)
+                for entry in there
+                if not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False)
+            )
+    except OSError:
+        return []
+    return [kept_revision(os.path.join(parent, name), name) for _written, name in found]
+
+
+def kept_revision(folder: str, name: str) -> Facts:
+    launch, problem = small_files.read_json(os.path.join(folder, "launch.json"), 16 * 1024 * 1024)
+    launch = launch or {}
+    ready: Facts = launch["ready"] if isinstance(launch.get("ready"), dict) else {}
+    secrets = [secret for secret in launch["secrets"] if isinstance(secret, str)] if isinstance(launch.get("secrets"), list) else []
+    needed = ["shard.env", "run_shard.py", *(os.path.join("secrets", secret) for secret in secrets)]
+    missing = [wanted for wanted in needed if not os.path.isfile(os.path.join(folder, wanted))]
+    if problem is None and launch.get("fingerprint") != name:
+        problem = "its launch.json is of another revision"
+    elif problem is None and missing:
+        problem = "without %s" % ", ".join(missing)
+    return {
+        "revision": name,
+        "rank": whole(launch.get("rank")),
+        "nodes": whole(launch.get("nodes")),
+        "tie_id": tie_id(os.path.join(folder, "secrets", "tie_key")) if "tie_key" in secrets else None,
+        "serves_http": ready.get("serves_http") is True,
+        "budget_seconds": whole(ready.get("budget_seconds")),
+        "problem": problem,
+    }
 
 
 def revision(link: str) -> str | None:

@@ -232,6 +232,12 @@ ansible_facts:
               has been proven ready.
           returned: always
           type: dict
+        locks:
+          description:
+            - Runs of Ansible that change a replica on this host now, by replica, with who, since and until when.
+            - One that is not C(live) was left by a run that ended before its time; C(target) is the revision that it wanted.
+          returned: always
+          type: dict
         traces:
           description:
             - Everything that a removal would take. C(replicas) holds, by name, the service file (C(unit)), C(pids) and C(paths) of a replica, also where

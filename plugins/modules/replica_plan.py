@@ -31,6 +31,10 @@ options:
   group:
     description: Inventory group that holds the replica's hosts. When members of it are not in the play (C(--limit), job slices) the plan is refused.
     type: str
+  hosts:
+    description: Hosts of the play that the replica may use. All of them, if it is not given.
+    type: list
+    elements: str
   api_key:
     description: The API key. Only a salted scrypt digest of it takes part in the plan; the key itself does not.
     type: raw

@@ -26,8 +26,9 @@ options:
         It returns when the shard's memory on GPUs is gone, its ports can be bound, and no process and no file of it is left, and fails naming what is not gone
         within 60 seconds. What is left of a replica whose records are gone is found and removed, too.
       - V(stopped) and V(restarted) act on the service that is there.
+      - V(unlocked) gives up the lock that this run has on the replica, or one that a run which died has left; hosts without one are not contacted.
     type: str
-    choices: [present, restored, absent, stopped, restarted]
+    choices: [present, restored, absent, stopped, restarted, unlocked]
     default: present
   replica:
     description: Name of the replica.
@@ -40,6 +41,15 @@ options:
   api_key:
     description: The replica's API key. It goes into a file with mode 0600 on the rank that serves HTTP, and nowhere else.
     type: str
+  fingerprint:
+    description:
+      - With O(state=restored), the kept revision to go to. Every host of the replica must go to the same one.
+      - Without it, O(state=restored) undoes what this run has done, and does nothing on a host where it has done nothing.
+    type: str
+  enabled:
+    description: With O(state=stopped), V(false) also keeps the service from coming back at the next boot. Whatever starts it again undoes that.
+    type: bool
+    default: true
   replica_root:
     description: Everything is written below this directory. An unprivileged user, a demonstration or a test uses another than V(/).
     type: str
@@ -51,11 +61,18 @@ options:
   secrets:
     description: Filled in by the action plugin from O(api_key); not for playbooks.
     type: dict
+  lease:
+    description: Filled in by the action plugin with who this run is; not for playbooks.
+    type: dict
+    default: {}
   log_file:
     description:
       - With O(state=restored), a file on the controller into which the last lines of the shard's log are written, without secrets, when nothing is left
         on the host. Removal takes the log with it.
     type: str
+notes:
+  - Whatever changes a host takes the lock C(<root>/run/rankzero/<replica>.lock) first, and is refused, before anything is written, while another run has it.
+    A lock is renewed by every call of its run and ends 90 seconds after the last one. V(absent) gives it up itself; after the others use V(unlocked).
 attributes:
   action:
     support: full
@@ -75,6 +92,17 @@ EXAMPLES = r"""
     shard: "{{ result.plan.shards[inventory_hostname] | default({}) }}"
     api_key: "{{ vault_glm_api_key }}"
   notify: Confirm shards hold their GPUs
+
+- name: Go back to a revision that was kept
+  rankzero.inference.shard:
+    replica: glm
+    state: restored
+    fingerprint: a01b77de92c0f514
+
+- name: Let other runs change the replica again
+  rankzero.inference.shard:
+    replica: glm
+    state: unlocked
 
 - name: Remove a replica from its hosts
   rankzero.inference.shard:
@@ -100,6 +128,10 @@ reasons:
   type: list
   elements: str
   sample: ["revision 3f0c9a4be1d25577 is not current (a01b77de92c0f514 is)"]
+locked:
+  description: Who has the lock of the replica on this host, as in RV(rankzero.inference.node_facts#module:ansible_facts.inference_node.locks).
+  returned: when another run was in the way
+  type: dict
 verified:
   description:
     - After a removal, whether it was seen that the shard's GPU memory, ports, processes and files are gone. V(null) is what could not be asked, with
@@ -130,29 +162,44 @@ import typing as t
 from ansible.module_utils.basic import AnsibleModule
 
 from ansible_collections.rankzero.inference.plugins.module_utils.deployment import Deployment, DeploymentError, ServiceError
+from ansible_collections.rankzero.inference.plugins.module_utils.leases import Held, Lease
 
 ARGUMENTS: t.Dict[str, t.Any] = {
-    "state": {"type": "str", "choices": ["present", "restored", "absent", "stopped", "restarted"], "default": "present"},
+    "state": {"type": "str", "choices": ["present", "restored", "absent", "stopped", "restarted", "unlocked"], "default": "present"},
     "replica": {"type": "str", "required": True},
     "shard": {"type": "dict", "default": {}},
     "api_key": {"type": "str", "no_log": True},
+    "fingerprint": {"type": "str"},
+    "enabled": {"type": "bool", "default": True},
     "replica_root": {"type": "str", "default": "/"},
     # fingerprint, failed_fingerprint, files, unit_name, manager, supervisord, user, force_restart: what the action plugin rendered.
     "revision": {"type": "dict", "default": {}},
     "secrets": {"type": "dict", "no_log": True},
+    "lease": {"type": "dict", "default": {}},
     "log_file": {"type": "str"},
 }
 
 
 def main() -> None:
     module = AnsibleModule(argument_spec=ARGUMENTS, supports_check_mode=True)
-    deployment = Deployment({**module.params, **module.params["revision"]}, module.run_command, module.check_mode)
+    params = module.params
+    deployment = Deployment({**params, **params["revision"]}, module.run_command, module.check_mode)
+    lease = Lease(params["replica_root"], params["replica"], {} if module.check_mode else params["lease"])
     try:
-        getattr(deployment, module.params["state"])()
+        if not lease.take():
+            module.exit_json(changed=False, actions=[], revision=None, reasons=["this run has changed nothing here"])
+        if params["state"] != "unlocked":
+            getattr(deployment, params["state"])()
+        if params["state"] == "unlocked" or not deployment.revisions.present():
+            lease.release()
+    except Held as held:
+        module.fail_json(msg=str(held), actions=[], locked=held.lock)
     except (DeploymentError, ServiceError) as error:
         module.fail_json(msg=str(error), actions=deployment.actions, **_removal(deployment))
     except OSError as error:
         module.fail_json(msg="%s: %s" % (error.filename or "the file system", error.strerror or error), actions=deployment.actions)
+    finally:
+        lease.keep()
     module.exit_json(
         changed=bool(deployment.actions),
         actions=deployment.actions,

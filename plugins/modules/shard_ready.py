@@ -106,6 +106,9 @@ options:
   serving_since:
     description: What the call before returned as RV(serving_since). Set by the action plugin.
     type: float
+  lock_owner:
+    description: The run whose lock on the replica every call prolongs, if it has one. Set by the action plugin.
+    type: str
   proc_root:
     description: Where the host's process file system is. For tests.
     type: path
@@ -211,8 +214,7 @@ seconds:
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
-
-from ansible_collections.rankzero.inference.plugins.module_utils import observation
+from ansible_collections.rankzero.inference.plugins.module_utils import leases, observation
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "replica": {"type": "str", "required": True},
@@ -230,6 +232,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "run_id": {"type": "str"},
     "known_run": {"type": "str"},
     "serving_since": {"type": "float"},
+    "lock_owner": {"type": "str"},
     "log_file": {"type": "str"},
     "proc_root": {"type": "path", "default": "/proc"},
 }
@@ -251,7 +254,10 @@ def main() -> None:
         known_run=options["known_run"],
         serving_since=options["serving_since"],
     )
+    lease = leases.Lease(options["replica_root"], options["replica"], {"owner": options["lock_owner"]} if waits else None)
+    lease.renew()
     seen, verdict = observation.watch(observer, wanted)
+    lease.renew()
     changed = False
     if waits and options["mark"]:
         changed, verdict = observation.mark(observer.places, seen, verdict)

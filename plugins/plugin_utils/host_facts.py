@@ -276,7 +276,25 @@ _SHARD = {
     "tie_port": _whole(1, 65535),
     "run_ports": _list(_whole(1, 65535)),
     "pids": _list(_whole()),
+    "revision": _text,
+    "previous": _text,
+    "engine": _text,
+    "stage": _text,
+    "revisions": _list(
+        _mapping(
+            {
+                "revision": _required(_text, "a revision"),
+                "rank": _whole(),
+                "nodes": _whole(),
+                "tie_id": _text,
+                "serves_http": _flag,
+                "budget_seconds": _whole(),
+                "problem": _text,
+            }
+        )
+    ),
 }
+_LOCK = {"owner": _text, "who": _text, "since": _text, "until": _text, "live": _flag, "target": _text, "controller": _mapping({})}
 _FACTS = _empty(
     {
         "host": _empty({"service_manager": _text, "supervisord": _text, "user": _text, "python": _empty({"executable": _text})}),
@@ -294,6 +312,7 @@ _FACTS = _empty(
         "ports_in_use": _list(_port_entry),
         "shards": _table(_mapping(_SHARD)),
         "cordoned": _mapping({"by": _text, "reason": _text}),
+        "locks": _table(_mapping(_LOCK)),
     }
 )
 

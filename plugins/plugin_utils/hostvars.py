@@ -19,6 +19,11 @@ def facts_of(variables: t.Any, recorded_first: bool = False) -> t.Any:
     return (recorded or gathered) if recorded_first else (gathered or recorded)
 
 
+def facts_of_play(task_vars: t.Any) -> dict[str, t.Any]:
+    """host -> node facts or None, for every host of the play."""
+    return {str(host): plain(facts_of(raw_variables(task_vars, host))) for host in task_vars.get("ansible_play_hosts_all") or ()}
+
+
 def raw_variables(task_vars: t.Any, host: str) -> t.Any:
     """A host's variables without templating them; facts are data."""
     hostvars = task_vars["hostvars"]

@@ -67,6 +67,7 @@ class Request:
     options: t.Mapping[str, t.Any] = dataclasses.field(default_factory=dict)  # fabric, fabrics, leader, http_port, http_host, leader_port, ...
     key_digest: str | None = None
     program_hashes: t.Mapping[str, str] = dataclasses.field(default_factory=dict)
+    ended_owners: tuple[str, ...] = ()  # owners of locks that hold nobody up: this run, and runs that are known to have ended
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +109,8 @@ def build_plan(request: Request) -> dict[str, t.Any]:
         engine.validate(profile, profiles.location(request.profile), findings)
         engine.warnings(profile, findings)
     facts = _check_hosts(request, findings)
+    if replica:
+        check_locks(replica, {host.name: facts[host.name] for host in request.hosts if host.name in facts}, request.ended_owners, findings)
     plan = _empty_plan(replica, profile)
     if profile and engine and replica:
         plan.update(_plan_hosts(request, options, replica, profile, engine, facts, findings))
@@ -205,6 +208,21 @@ def _check_place(host: HostInput, findings: Findings) -> None:
         findings.fault("replica_root", host.root, "an absolute path without .., control characters, and ; or # after a space", host=host.name)
     if host.user is not None and not _USER.match(host.user):
         findings.fault("replica_user", host.user, "the name of a user: letters, digits, and . _ - after the first", host=host.name)
+
+
+def check_locks(replica: str, facts: t.Mapping[str, Facts], ended: t.Collection[str], findings: Findings) -> None:
+    """Two runs that change one replica at the same time would leave a mixture: the second one is refused before it changes anything."""
+    for host, known in facts.items():
+        lock = known["locks"].get(replica)
+        if lock and lock["live"] is not False and lock["owner"] not in ended:
+            findings.fault(
+                "locks.%s" % replica,
+                "held by %s since %s%s"
+                % (lock["who"] or "somebody unknown", lock["since"] or "an unknown time", ", until %s" % lock["until"] if lock["until"] else ""),
+                "no other run that changes the replica",
+                "Wait for that run. The lock of a run that has died ends by itself, 90 seconds after it was last heard of.",
+                host=host,
+            )
 
 
 def _facts_of(host: HostInput, findings: Findings) -> dict[str, t.Any]:

@@ -36,6 +36,7 @@ KEYS = {
     "ports_in_use",
     "shards",
     "cordoned",
+    "locks",
     "traces",
 }
 H100 = """driver 580.95.05

@@ -115,6 +115,7 @@ def test_running_and_ready(tmp_path, service):
     ready(tmp_path)
     (shard,) = read(tmp_path).values()
     launch = (base / "current" / "launch.json").read_bytes()
+    assert [(one["revision"], one["problem"] is None) for one in shard.pop("revisions")] == [("f1", False), ("f2", False)], "files are missing there"
     assert shard == {
         "rank": 1,
         "nodes": 2,

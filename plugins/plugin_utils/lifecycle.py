@@ -1,0 +1,205 @@
+# Copyright (c) 2026 The rankzero.inference authors
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""What is done with replicas that are there: which kept revision all ranks can go to, and what has to stop for a host to be drained. Pure."""
+
+from __future__ import annotations
+
+import typing as t
+
+from ansible_collections.rankzero.inference.plugins.plugin_utils import host_facts
+from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings, natural_key
+from ansible_collections.rankzero.inference.plugins.plugin_utils.plan import check_locks
+
+DEFAULT_READY_SECONDS = 900
+Facts = t.Mapping[str, t.Any]
+Records = t.Mapping[str, Facts]  # host -> the shard as node facts saw it
+
+
+def known_facts(facts: t.Mapping[str, t.Any], findings: Findings) -> dict[str, dict[str, t.Any]]:
+    """Facts in one shape; a host without any is a fault."""
+    for host, found in facts.items():
+        problem = host_facts.problem(found)
+        if problem:
+            findings.fault("inference_node", problem, "facts of every host", "Gather them with rankzero.inference.node_facts.", host=host)
+    return {host: host_facts.normalise(found) for host, found in facts.items() if not host_facts.problem(found)}
+
+
+# ---- one revision for all ranks
+
+
+def choose_revision(
+    replica: str, facts: t.Mapping[str, t.Any], goal: str, wanted: str | None, ended: t.Collection[str], findings: Findings
+) -> dict[str, t.Any]:
+    """The revision that every rank has whole: the C(current) one, the C(previous) one, or the C(wanted) fingerprint. {} with faults.
+
+    C({replica, revision, before: {host: fingerprint|null}, shards: {host: {rank}}, leader: {host}, ready_timeout})
+    """
+    known = known_facts(facts, findings)
+    records = {host: found["shards"][replica] for host, found in known.items() if replica in found["shards"]}
+    if not records:
+        findings.fault("shards.%s" % replica, "no shard on any of %d host(s)" % len(facts), "a replica that was deployed", "Deploy it first.")
+        return {}
+    check_locks(replica, {host: known[host] for host in records}, ended, findings)
+    for host in records:
+        cordoned = known[host]["cordoned"]
+        if cordoned:
+            findings.fault("cordoned", "by %s: %s" % (cordoned["by"], cordoned["reason"]), "hosts that are not cordoned", "Undrain the host first.", host=host)
+    revision = wanted or (_current(records, findings) if goal == "current" else _previous(replica, records, known, findings))
+    if revision is None:
+        return {}
+    problems = _problems(revision, records)
+    for where, wrong in problems.items():
+        seen = _has(records[where]) if where is not None else wrong
+        findings.fault(
+            "shards.%s.revisions" % replica,
+            seen,
+            "revision %s, whole, on every rank%s" % (revision, ": " + wrong if where is not None else ""),
+            "Name one that all ranks have, with -e revision=FINGERPRINT, or deploy.",
+            host=where,
+        )
+    if findings.faults:
+        return {}
+    entries = {host: _entry(record, revision) or {} for host, record in records.items()}
+    order = sorted(records, key=lambda host: int(entries[host]["rank"]))
+    budgets = [entry["budget_seconds"] for entry in entries.values() if entry["budget_seconds"]]
+    return {
+        "replica": replica,
+        "revision": revision,
+        "before": {host: records[host]["revision"] for host in order},
+        "shards": {host: {"rank": entries[host]["rank"]} for host in order},
+        "leader": {"host": order[0]},
+        "ready_timeout": max(budgets, default=DEFAULT_READY_SECONDS),
+    }
+
+
+def _entry(record: Facts, revision: str) -> Facts | None:
+    return next((entry for entry in record["revisions"] if entry["revision"] == revision), None)
+
+
+def _problems(revision: str, records: Records) -> dict[str | None, str]:
+    """host -> why the replica cannot run this revision; {} where it can. The key None is for what concerns no one host."""
+    entries = {host: _entry(record, revision) for host, record in records.items()}
+    found: dict[str | None, str] = {host: "it is not there" for host, entry in entries.items() if entry is None}
+    there = {host: entry for host, entry in entries.items() if entry is not None}
+    found.update({host: entry["problem"] for host, entry in there.items() if entry["problem"]})
+    if found:
+        return found
+    ranks = {host: entry["rank"] for host, entry in there.items()}
+    nodes = {entry["nodes"] for entry in there.values()}
+    count = next(iter(nodes)) if len(nodes) == 1 else None
+    if not isinstance(count, int) or any(rank is None for rank in ranks.values()) or sorted(ranks.values()) != list(range(count)):
+        seen = ", ".join("rank %s (%s)" % (ranks[host], host) for host in sorted(ranks, key=natural_key))
+        return {None: "%s of %s rank(s): run it on all hosts of the replica, without --limit" % (seen, "/".join(map(str, sorted(nodes, key=str))))}
+    if len({entry["tie_id"] for entry in there.values()}) > 1:
+        return dict.fromkeys(there, "its ranks hold different tie keys, so they would refuse each other")
+    return {}
+
+
+def _whole(revision: str | None, records: Records) -> bool:
+    return revision is not None and not _problems(revision, records)
+
+
+def _current(records: Records, findings: Findings) -> str | None:
+    """What runs. Ranks of different revisions are an interrupted run's, and there is no one revision to start."""
+    found = {record["revision"] for record in records.values()}
+    if len(found) == 1 and None not in found:
+        return str(next(iter(found)))
+    for host, record in records.items():
+        findings.fault(
+            "shards.revision",
+            record["revision"],
+            "one revision on all ranks",
+            "Deploy the replica, or roll it back: an interrupted run has left it between two revisions.",
+            host=host,
+        )
+    return None
+
+
+def _previous(replica: str, records: Records, known: t.Mapping[str, Facts], findings: Findings) -> str | None:
+    """Where all ranks can go back to.
+
+    With one revision on all ranks that is the one that all have as previous. With two (a run was interrupted) it is the one that every rank has as
+    one of these; of two that, the one to which the interrupted run was on its way, as its lock still says.
+    """
+    current = {record["revision"] for record in records.values()}
+    named = {record["previous"] for record in records.values()}
+    if len(current) == 1:
+        candidates = named - current if len(named) == 1 else set()
+    else:
+        candidates = {
+            revision
+            for revision in current | named
+            if all(revision in (one["revision"], one["previous"]) for one in records.values()) and _whole(revision, records)
+        }
+        targets = {(known[host]["locks"].get(replica) or {}).get("target") for host in records}
+        candidates = candidates & targets if len(candidates) > 1 else candidates
+    candidates.discard(None)
+    if len(candidates) == 1:
+        return str(next(iter(candidates)))
+    for host, record in records.items():
+        findings.fault(
+            "shards.%s.previous" % replica,
+            _has(record),
+            "one revision before the present one on all ranks",
+            "Name one that all ranks have, with -e revision=FINGERPRINT.",
+            host=host,
+        )
+    return None
+
+
+def _has(record: Facts) -> str:
+    kept = ", ".join(entry["revision"] + (" (%s)" % entry["problem"] if entry["problem"] else "") for entry in record["revisions"])
+    return "current %s, previous %s, kept: %s" % (record["revision"] or "none", record["previous"] or "none", kept or "none")
+
+
+# ---- a host without replicas
+
+
+def drain(node: str, facts: t.Mapping[str, t.Any], ended: t.Collection[str], force: bool, findings: Findings) -> dict[str, t.Any]:
+    """What has to stop so that nothing runs on C(node): every replica with a rank there, on all of its hosts (one replica, one fate). {} with faults.
+
+    C({node, cordoned: bool, replicas: [{replica, engine, hosts: {host: rank}, missing: [rank], serving: host|null}]}).  C(facts): host -> node facts of all
+    hosts that could be asked; hosts that are not among them are what C(missing) ranks are on.
+    """
+    known = {host: host_facts.normalise(found) for host, found in facts.items() if not host_facts.problem(found)}
+    if node not in known:
+        findings.fault(
+            "drain_host",
+            node,
+            "a host of the inventory that can be reached",
+            "Give -e drain_host=HOST, and drain_hosts (all) as a pattern that has the hosts of its replicas too.",
+        )
+        return {}
+    replicas = [_stopping(replica, record, known) for replica, record in sorted(known[node]["shards"].items())]
+    for one in replicas:
+        check_locks(one["replica"], {host: known[host] for host in one["hosts"]}, ended, findings)
+        if one["serving"] is None and one["missing"] and not force:
+            findings.fault(
+                "shards.%s" % one["replica"],
+                "rank(s) %s on no host that could be asked" % ", ".join(map(str, one["missing"])),
+                "the rank that serves, to ask it for requests in flight",
+                "Take its host into drain_hosts, or stop the replica whatever is in flight, with -e drain_force=true.",
+            )
+    return {} if findings.faults else {"node": node, "cordoned": bool(known[node]["cordoned"]), "replicas": replicas}
+
+
+def _stopping(replica: str, record: Facts, known: t.Mapping[str, Facts]) -> dict[str, t.Any]:
+    records = {host: found["shards"][replica] for host, found in known.items() if replica in found["shards"]}
+    ranks = {host: one["rank"] for host, one in records.items()}
+    serving = [host for host, one in records.items() if (_entry(one, str(one["revision"])) or {}).get("serves_http")]
+    return {
+        "replica": replica,
+        "engine": record["engine"],
+        "hosts": ranks,
+        "missing": sorted(set(range(record["nodes"] or 0)) - {rank for rank in ranks.values() if rank is not None}),
+        "serving": serving[0] if serving else None,
+    }
+
+
+def stopped_replicas(facts: t.Any) -> list[str]:
+    """Replicas of a host that do not run: what an operator may want to bring back after an undrain."""
+    if host_facts.problem(facts):
+        return []
+    shards = host_facts.normalise(facts)["shards"]
+    return sorted(replica for replica, record in shards.items() if record["revision"] and not (record.get("unit") or {}).get("active"))
