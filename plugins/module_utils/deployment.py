@@ -135,7 +135,7 @@ class Deployment:
         if fingerprint not in self.revisions.known():
             raise DeploymentError("revision %s is no longer on this host; known: %s" % (fingerprint, ", ".join(self.revisions.known()) or "none"))
         name = "systemd" if self.revisions.read(fingerprint, "inference-%s.service" % self.replica) is not None else "supervisor"
-        if self.revisions.linked("current") != fingerprint or not self._manager(name).active():
+        if self.revisions.linked("current") != fingerprint or self._has_ended() or not self._manager(name).active():
             self._switch(fingerprint, self._manager(name), False)
         if failed and failed != fingerprint and failed in self.revisions.known():
             self._act("remove revision %s" % failed, lambda: self.revisions.forget(failed))
@@ -225,16 +225,25 @@ class Deployment:
 
     def stopped(self) -> None:
         manager = self._installed()
-        if manager is not None and manager.active():
+        if manager is None:
+            return
+        if manager.active():
             self._act("stop the service (%s)" % manager.name, lambda: manager.stop(120))
+        if self.params.get("enabled") is False and manager.starts_at_boot():
+            self._act("keep the service from starting at boot (%s)" % manager.name, manager.disable)
 
     def restarted(self) -> None:
         manager = self._installed()
         if manager is None:
             raise DeploymentError("replica %s has no service on this host: deploy it first" % self.replica)
         if not self.check:
-            self.revisions.clear_ready()
+            self.revisions.forget_run() if self._has_ended() else self.revisions.clear_ready()
+            manager.install(manager.read() or "")  # a service that was drained does not start at boot
         self._act("restart the service (%s)" % manager.name, manager.restart)
+
+    def _has_ended(self) -> bool:
+        """How the last run ended says nothing about the one that is started now."""
+        return self.revisions.state().get("stage") in ("stopped", "failed")
 
     # ---- users
 

@@ -233,6 +233,25 @@ class Observer:
             return None
         return True if http_probe.request(leader["url"], leader["path"], timeout=LEADER_SECONDS)["status"] == 200 else None
 
+    def own_server(self) -> tuple[str | None, str | None]:
+        """The URL of this shard's server, or None and why it may not be asked: it does not run, or a stranger listens there, who is not told the key."""
+        launch, problem = small_files.read_json(os.path.join(self.places.revision, "launch.json"))
+        state = small_files.read_json(os.path.join(self.places.state_dir, "state.json"))[0]
+        url = _ready(launch).get("url")
+        if problem or not url:
+            return None, problem or "this rank does not serve HTTP"
+        if not _runs(state) or not self._is_supervisor((state or {}).get("supervisor_pid")):
+            return None, "it does not run"
+        listener = self._listener(url, set(self._own_pids(launch, state)))
+        if listener is not None and not listener["ours"]:
+            return None, "process %s (%s) listens at %s" % (listener["pid"], listener["name"], url)
+        return str(url), None
+
+    def headers(self) -> dict[str, str]:
+        """What a request to the shard's own server needs: its key, if it has one."""
+        launch = small_files.read_json(os.path.join(self.places.revision, "launch.json"))[0]
+        return self._key(_ready(launch).get("key_secret"))[0]
+
     def _generate(self, ready: Mapping[str, Any], headers: Mapping[str, str], run_id: str) -> dict[str, Any] | None:
         if not ready.get("probe_path"):
             return None

@@ -49,6 +49,12 @@ class Systemd:
         if "UnitFileState=enabled" not in found:
             self._systemctl("enable", self.unit)
 
+    def starts_at_boot(self) -> bool:
+        return self._systemctl("show", self.unit, "-p", "UnitFileState", "--value").strip() in ("enabled", "enabled-runtime")
+
+    def disable(self) -> None:
+        self._systemctl("disable", self.unit)
+
     def active(self) -> bool:
         _rc, out, _err = self._run(["systemctl", "show", self.unit, "-p", "ActiveState", "--value"])
         return out.strip() in ("active", "activating", "reloading")
@@ -99,6 +105,12 @@ class Supervisor:
         except (OSError, ValueError):
             return None
         return pid if self.path.encode() in words else None
+
+    def starts_at_boot(self) -> bool:
+        return False
+
+    def disable(self) -> None:
+        """Nothing starts it at boot."""
 
     def active(self) -> bool:
         return self._pid() is not None

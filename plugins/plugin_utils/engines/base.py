@@ -83,6 +83,7 @@ class Engine:
     health_path = "/health"
     models_path = "/v1/models"
     metrics_path: str | None = "/metrics"
+    in_flight_metrics: tuple[str, ...] = ()  # gauges at metrics_path whose sum is the number of requests that run or wait
     probe_path = "/v1/chat/completions"
     key_protects: str | None = "/v1/chat/completions"  # asked without the key, it must answer 401
     program_files: tuple[str, ...] = ()  # files of roles/replica/files that go into the revision

@@ -107,6 +107,7 @@ _OTHER = ("--ctx-size", "--cache-type-k", "--cache-type-v")  # read for what the
 
 class Adapter(Engine):
     name = "llamacpp"
+    in_flight_metrics = ("llamacpp:requests_processing", "llamacpp:requests_deferred")
     programs = ("llama-server",)
     optional_programs = ("ggml-rpc-server",)
     devices_args = ("--list-devices",)

@@ -140,6 +140,7 @@ KEY_FILE = "sglang.yaml"
 class Adapter(Engine):
     context_option = "--context-length"
     name = "sglang"
+    in_flight_metrics = ("sglang:num_running_reqs", "sglang:num_queue_reqs")
     programs = ("sglang",)
     version_args = ("version",)
     gpu_token = "index"  # custom_all_reduce.py makes integers of CUDA_VISIBLE_DEVICES

@@ -65,6 +65,7 @@ _OTHER = frozenset(
 class Adapter(Engine):
     context_option = "--max-model-len"
     name = "sim"
+    in_flight_metrics = ("vllm:num_requests_running", "vllm:num_requests_waiting")
     needs_build = False
     falls_back_to_cpu = True
     program_files = ("sim_engine.py",)

@@ -149,6 +149,7 @@ _SOCKET_PATH = 107
 class Adapter(Engine):
     context_option = "--max-model-len"
     name = "vllm"
+    in_flight_metrics = ("vllm:num_requests_running", "vllm:num_requests_waiting")
     programs = ("vllm",)
     optional_programs = ("ray",)
     warmup_503 = False  # connections are refused until it serves; a 503 is a dead engine
