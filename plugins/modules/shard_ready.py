@@ -214,6 +214,7 @@ seconds:
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
+
 from ansible_collections.rankzero.inference.plugins.module_utils import leases, observation
 
 ARGUMENTS: dict[str, dict[str, Any]] = {

@@ -81,6 +81,7 @@ def row(output: str, host: str) -> str:
     return " ".join(next(line for line in output.splitlines() if re.match(rf"\s+\S+\s+{host}\s", line)).split())
 
 
+@pytest.mark.slow
 def test_a_refused_start_and_silent_hosts(patient: Patient) -> None:
     """Somebody takes a GPU of rank 1 while the replica runs, and its engine dies: every start is refused, and the other rank only waits."""
     hosts = patient.hosts

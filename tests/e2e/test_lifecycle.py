@@ -141,6 +141,7 @@ def runner(hosts: fleet.Fleet, model: pathlib.Path, outputs: list[str]) -> Calla
     return run
 
 
+@pytest.mark.slow
 def test_rollback_and_restart(make_fleet: MakeFleet, model: pathlib.Path) -> None:
     """Back and forth between two revisions, and a restart of all ranks. No run leaves a lock."""
     hosts = make_fleet(["gpu-a", "gpu-b"], gpus=1, replica=NAME, replica_leader_port=free_port())
@@ -201,6 +202,7 @@ def test_rollbacks_that_cannot_be_and_a_new_key(make_fleet: MakeFleet, model: pa
     assert all(len(list((hosts.root(name) / "etc/rankzero" / NAME / "revisions").iterdir())) == 3 for name in hosts.hosts)
 
 
+@pytest.mark.slow
 def test_the_second_of_two_deploys_is_refused(make_fleet: MakeFleet, model: pathlib.Path) -> None:
     """A real second deploy beside the first, while that changes hosts and while it waits for the proof; then the same by another controller's run."""
     hosts = make_fleet(["gpu-a", "gpu-b"], gpus=1, replica=NAME, replica_leader_port=free_port())
@@ -340,7 +342,9 @@ def test_several_replicas_are_rolled_one_at_a_time_and_stop_at_the_first_that_fa
     hosts.inventory.write_text(json.dumps(inventory))
 
     def roll(replicas: Any, **more: Any) -> subprocess.CompletedProcess[str]:
-        return hosts.run("deploy_replica", extra={"replica_names": replicas, "replica_profiles": {**profiles, **more}})
+        return hosts.run(
+            "deploy_replica", extra={"replica_names": replicas, "replica_profiles": {**profiles, **more}, "diagnosis_dir": str(hosts.directory / "diagnosis")}
+        )
 
     broken = {**profiles["life-b"], "args": [*profiles["life-b"]["args"], "--sim-fail", "CUDA out of memory."]}
     told = refused(roll(names, **{"life-b": broken}))

@@ -183,6 +183,7 @@ def test_every_fault_at_once_and_nothing_changed(make_fleet: MakeFleet, model: p
     assert all(set(fault) == {"host", "rank", "field", "seen", "wanted", "hint"} for fault in plan["faults"])
 
 
+@pytest.mark.slow
 def test_limit_that_cuts_a_replica_is_refused(make_fleet: MakeFleet, model: pathlib.Path) -> None:
     hosts = make_fleet(["gpu-a", "gpu-b"], gpus=2)
     done = hosts.run("deploy_replica", "--limit", "gpu-a", extra=with_profile(hosts, sim_profile(hosts, model, nodes=2)))
@@ -191,6 +192,7 @@ def test_limit_that_cuts_a_replica_is_refused(make_fleet: MakeFleet, model: path
     assert [path for path in tree(hosts) if "rankzero" in path] == []
 
 
+@pytest.mark.slow
 def test_hostile_values_reach_the_engine_unchanged(make_fleet: MakeFleet, tmp_path: pathlib.Path, model: pathlib.Path) -> None:
     """Quotes, $, %, spaces and unicode in arguments, environment and paths are carried exactly through every layer."""
     odd = tmp_path / "a model 100% $HOME 'quoted' \"twice\" ü"

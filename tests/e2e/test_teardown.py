@@ -62,6 +62,7 @@ def removed(hosts: fleet.Fleet, host: str = "gpu-a") -> dict[str, Any]:
     return dict(re.findall(r"^\s+(gpu_memory|ports|processes|files): (\w+)$", done.stdout, re.MULTILINE))
 
 
+@pytest.mark.slow
 def test_removal_is_seen_and_needs_neither_engine_nor_model(make_fleet: MakeFleet, model: pathlib.Path, tmp_path: pathlib.Path) -> None:
     own = tmp_path / "model.gguf"
     shutil.copy(model, own)
@@ -153,6 +154,7 @@ def test_a_port_that_was_always_a_strangers_is_only_told(make_fleet: MakeFleet, 
         assert f"port {port} at {address} is held by pid {os.getpid()}" in told and "which is not of this replica" in told
 
 
+@pytest.mark.slow
 def test_the_log_of_a_first_deploy_that_failed_is_kept(make_fleet: MakeFleet, model: pathlib.Path) -> None:
     """Everything is removed from the hosts, and the failure names a file with the last lines, in which the key is masked."""
     key = "k3y-'quoted'-and-\"more\""

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from ansible import constants as C
+
 from ansible_collections.rankzero.inference.plugins.module_utils import leases
 from ansible_collections.rankzero.inference.plugins.module_utils.leases import Held, Lease
 from ansible_collections.rankzero.inference.plugins.plugin_utils import run_identity

@@ -15,6 +15,7 @@ from typing import Any
 
 import facts
 import pytest
+
 from ansible_collections.rankzero.inference.plugins.module_utils import observation, requests_in_flight, shard_records
 from ansible_collections.rankzero.inference.plugins.plugin_utils import failures, lifecycle
 from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings

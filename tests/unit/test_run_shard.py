@@ -1342,6 +1342,7 @@ def test_a_killed_run_shard_is_noticed_at_once_and_the_rank_rejoins_by_itself(ra
 
 
 @pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.slow
 def test_a_silent_rank_is_lost_after_the_limit_and_not_before(ranks, victim):
     """SIGSTOP: the connection stays, the process says nothing."""
     replica = ranks(2).start()
@@ -1359,6 +1360,7 @@ def test_a_silent_rank_is_lost_after_the_limit_and_not_before(ranks, victim):
     assert not any(alive(pid) for pid in pids)
 
 
+@pytest.mark.slow
 def test_a_short_silence_does_not_matter(ranks):
     replica = ranks(2, silent=2).start()
     run, pids = replica.running(), replica.pids()
@@ -1370,6 +1372,7 @@ def test_a_short_silence_does_not_matter(ranks):
     assert replica.running() == run and all(alive(pid) for pid in pids)
 
 
+@pytest.mark.slow
 def test_a_stop_of_one_rank_ends_the_run_of_all_and_counts_as_no_failure(ranks):
     replica = ranks(2).start()
     old = replica.running()
@@ -1387,6 +1390,7 @@ def test_a_stop_of_one_rank_ends_the_run_of_all_and_counts_as_no_failure(ranks):
     assert replica.running(other_than=new) not in (old, new)
 
 
+@pytest.mark.slow
 def test_rank_0_stops_first_and_the_others_wait_a_limited_time(ranks):
     slow = "trap 'sleep 0.6; date +%s.%N > $1; exit 0' TERM; : > $2; while :; do sleep 0.02; done"
     replica = ranks(2, stop_seconds=5)
@@ -1411,6 +1415,7 @@ def test_rank_0_stops_first_and_the_others_wait_a_limited_time(ranks):
     assert replica.running(other_than=old)
 
 
+@pytest.mark.slow
 def test_after_the_limit_all_ranks_are_failed_and_say_why(ranks):
     replica = ranks(3, engine=lambda rank: shell("engine", "sleep 0.1; exit 7" if rank == 2 else "exec sleep 300")).start()
     assert replica.failed() == [79, 79, 79]
@@ -1426,6 +1431,7 @@ def test_after_the_limit_all_ranks_are_failed_and_say_why(ranks):
     replica.running()
 
 
+@pytest.mark.slow
 def test_the_pauses_between_runs_grow(ranks):
     replica = ranks(
         2, engine=lambda rank: shell("engine", "exit 7" if rank else "exec sleep 300"), restart={"limit": 3, "window_seconds": 60, "backoff": [0.3, 1.0]}
@@ -1451,6 +1457,7 @@ def test_a_single_node_restarts_alone_with_the_same_limit(revision):
     assert not (revision.state_dir / "ready.json").exists()
 
 
+@pytest.mark.slow
 def test_a_refused_rank_tells_the_others_and_leaves_with_69(ranks):
     replica = ranks(2)
     replica[1].write([{"name": "engine", "path": "/opt/gone/vllm", "args": []}])
@@ -1529,6 +1536,7 @@ def test_a_rank_with_another_secret_is_refused_and_logged(ranks):
         ("nodes", 3, "nodes 3 is not 2"),
     ],
 )
+@pytest.mark.slow
 def test_a_rank_of_another_replica_or_revision_is_refused_and_logged(ranks, field, value, says):
     replica = ranks(2)
     replica.change(1, **{field: value})
@@ -1669,6 +1677,7 @@ def test_many_silent_connections_do_not_keep_a_rank_out(dial):
     assert idle[0].stream.readline() == b"", "the oldest went first"
 
 
+@pytest.mark.slow
 def test_who_says_nothing_is_sent_away(dial):
     one = dial()
     began = time.monotonic()
@@ -1764,6 +1773,7 @@ def test_our_own_leftovers_are_swept_before_they_are_counted(revision, gpus):
         revision.reach("running")
 
 
+@pytest.mark.slow
 def test_memory_that_nobody_here_holds_is_refused_after_a_moment(revision, gpus):
     gpus("gpu 0 used=9000MiB")
     began = time.monotonic()
