@@ -38,7 +38,10 @@ _RUN_START = re.compile(r"run_shard: \S+ rank \d+ of \d+, fingerprint \S+, run \
 
 
 def read(replica: str, root: str, proc_root: str, run_command: RunCommand, lines: int = LOG_LINES, key: str | None = None) -> dict[str, Any]:
-    """`key`: the API key, which only rank 0 has among its secrets. The shapes are in the documentation of the module shard_diagnosis. Whatever is missing or damaged is null, with a reason in `problems`."""
+    """`key`: the API key, which only rank 0 has among its secrets. Shapes: see the module shard_diagnosis.
+
+    Whatever is missing or damaged is null, with a reason in `problems`.
+    """
     store = Revisions(root, replica)
     seen, verdict, problem = look(observation.Observer(replica, root, proc_root, run_command))
     launch, state = seen["launch"], seen["state"] or small_files.read_json(store.state_dir + "/state.json")[0]

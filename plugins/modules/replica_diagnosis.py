@@ -64,7 +64,9 @@ ranks:
   returned: always
   type: list
   elements: dict
-  sample: [{rank: 1, host: gpu-b, stage: failed, service: inactive, restarts: 3, held_mib: [0, 0], tie: not tied, line: "torch.OutOfMemoryError: CUDA out of memory."}]
+  sample:
+    - {rank: 1, host: gpu-b, stage: failed, service: inactive, restarts: 3, held_mib: [0, 0], tie: not tied,
+       line: "torch.OutOfMemoryError: CUDA out of memory."}
 cause:
   description: The likely cause.
   returned: always
