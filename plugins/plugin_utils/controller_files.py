@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 
 from ansible.errors import AnsibleActionFail
@@ -36,3 +37,19 @@ def write_private(path: str, text: str) -> str:
     with os.fdopen(open_private(target), "w", encoding="utf-8") as stream:
         stream.write(text)
     return target
+
+
+def shared_token(folder: str, topic: str) -> str:
+    """A random text that all forks of one run of Ansible share: whichever comes first makes it, in the directory of that run, with which it goes."""
+    path = os.path.join(folder, "rankzero-token-" + hashlib.sha256(topic.encode()).hexdigest()[:16])
+    draft = "%s.%d" % (path, os.getpid())
+    with os.fdopen(open_private(draft), "w", encoding="ascii") as stream:
+        stream.write(os.urandom(16).hex())
+    try:
+        os.link(draft, path)
+    except FileExistsError:
+        pass
+    finally:
+        os.unlink(draft)
+    with open(path, encoding="ascii") as stream:
+        return stream.read()

@@ -1,7 +1,7 @@
 # Copyright (c) 2026 The rankzero.inference authors
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""Removal and diagnosis under systemd: a unit alone, a host that is off, the journal of a failed deploy."""
+"""Removal, diagnosis and preflight on real hosts: a unit alone, a host that is off, the journal of a failed deploy, a broken way between two hosts."""
 
 from __future__ import annotations
 
@@ -135,3 +135,20 @@ def test_the_journal_of_a_first_deploy_that_failed_is_kept(hosts: Lab) -> None:
     assert done.returncode == 2 and ours(hosts, "n1") == ours(hosts, "n2") == [], output
     path = re.search(r"log of rank 1 \(n2\): (\S+)", output)
     assert path is not None and "CUDA out of memory" in pathlib.Path(path.group(1)).read_text(), output
+
+
+def test_a_broken_way_is_found_before_anything_is_touched(hosts: Lab) -> None:
+    """The controller reaches both hosts, and they do not reach each other: a deploy with the preflight names the pair and leaves no trace."""
+    assert play(hosts, "preflight").returncode == 0
+    hosts.part("n1", "n2")
+    try:
+        done = play(hosts, "deploy_replica", replica_preflight=True)
+    finally:
+        hosts.join("n1", "n2")
+    output = " ".join((done.stdout + done.stderr).split())
+    assert done.returncode == 2 and "The preflight of replica ill failed, and nothing was changed" in output, output
+    assert re.search(
+        r"rank 0 \(n1, eth0 10\.77\.0\.\d+\) never reaches rank 1 \(n2, eth0 10\.77\.0\.\d+\) port \d+ \(between all ranks\): no answer: a firewall drops it",
+        output,
+    ), output
+    assert ours(hosts, "n1") == ours(hosts, "n2") == []
