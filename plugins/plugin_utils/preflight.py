@@ -27,23 +27,34 @@ _PROBLEMS = {
 
 
 def free_port(plan: Map, facts: t.Mapping[str, t.Any]) -> int | None:
-    """One of the ports that runs of the replica meet on, free on every host: the last such, as a running replica uses the first ones. None on a single node."""
-    shards = plan["shards"]
-    tie = next((shard["tie"] for shard in shards.values() if shard["tie"]), None)
-    taken = {port for host in shards for port in _taken(facts.get(host))}
-    return next((port for port in reversed(tie["run_ports"]) if port not in taken), None) if tie else None
+    """One of the ports that runs of the replica meet on, free at every rank's address: the last such, as a running replica uses the first ones.
+
+    None on a single node.
+    """
+    taken = {port for host, shard in plan["shards"].items() for port in _taken(facts.get(host), shard["address"])}
+    return next((port for port in reversed(_run_ports(plan)) if port not in taken), None)
 
 
 def meeting_port(plan: Map, facts: t.Mapping[str, t.Any], mesh: int | None) -> int | None:
-    """Another such port, on which the processes of the all-reduce meet at rank 0."""
+    """Another such port, on which the processes of the all-reduce meet at rank 0. torch's store listens at all addresses there.
+
+    It is none that rank 0 listens on for the sockets: a rank that is done with those may come before rank 0 has closed them.
+    """
+    leader, shard = next(item for item in plan["shards"].items() if item[1]["rank"] == 0)
+    taken = _taken(facts.get(leader), None) | {mesh} | {entry["port"] for entry in shard["listen_ports"]}
+    return next((port for port in reversed(_run_ports(plan)) if port not in taken), None)
+
+
+def _run_ports(plan: Map) -> list[int]:
     tie = next((shard["tie"] for shard in plan["shards"].values() if shard["tie"]), None)
-    taken = {port for host in plan["shards"] for port in _taken(facts.get(host))} | {mesh}
-    return next((port for port in reversed(tie["run_ports"]) if port not in taken), None) if tie else None
+    return list(tie["run_ports"]) if tie else []
 
 
-def _taken(facts: t.Any) -> set[int]:
+def _taken(facts: t.Any, address: str | None) -> set[int]:
+    """Ports that cannot be bound at an address, or, without one, at all of them."""
     rows = facts.get("ports_in_use") if isinstance(facts, t.Mapping) else None
-    return {row["port"] for row in rows or () if isinstance(row, t.Mapping) and isinstance(row.get("port"), int)}
+    known = [row for row in rows or () if isinstance(row, t.Mapping) and isinstance(row.get("port"), int)]
+    return {row["port"] for row in known if address is None or row.get("address") in (None, "", "*", "0.0.0.0", "::", address)}
 
 
 def endpoints(plan: Map, host: str, facts: t.Mapping[str, t.Any], mesh: int) -> list[dict[str, t.Any]]:
@@ -52,7 +63,7 @@ def endpoints(plan: Map, host: str, facts: t.Mapping[str, t.Any], mesh: int) -> 
     HTTP is left out: it may be on another network, and is for clients.
     """
     shard = plan["shards"][host]
-    taken = _taken(facts.get(host))
+    taken = _taken(facts.get(host), shard["address"])
     found = [{"port": mesh, "what": MESH}]
     planned = [(entry["port"], entry["what"]) for entry in shard["listen_ports"] if entry["what"] != "HTTP" and not str(entry["address"]).startswith("127.")]
     if shard["tie"] and shard["rank"] == 0:

@@ -308,6 +308,9 @@ def test_ports_and_gpus_that_are_in_use_are_left_alone() -> None:
     assert told["backend"] is None and told["skipped"] == "GPU 1 of n1 is in use by the running replica"
     assert [end["port"] for end in told["listen"]] == [29501, 29500]
     assert preflight.request(plan(), "n1", {}, False, "t")["skipped"] == "vllm does not use NCCL"
+    elsewhere = {"n1": {"ports_in_use": [{"port": 29502, "address": "10.9.9.9"}, {"port": 29501, "address": "127.0.0.1"}]}}
+    told = preflight.request(plan(), "n1", elsewhere, True, "t")
+    assert told["listen"][0]["port"] == 29502 and told["skipped"] == "no second port of the replica is free on all hosts", "torch listens at all addresses"
     single = preflight.request(plan(1), "n1", {}, True, "t")
     assert (single["listen"], single["peers"], single["meeting"]) == ([], [], "tcp://127.0.0.1:29500")
 
