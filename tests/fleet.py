@@ -99,7 +99,7 @@ class Fleet:
                 "replica_module_environment": self.environment(host.name),
                 **dict(host.variables),
             }
-        group = {"hosts": entries, "vars": {"replica_become": False, **self.variables}}
+        group = {"hosts": entries, "vars": {"replica_become": False, "diagnosis_dir": str(self.directory / "diagnosis"), **self.variables}}
         self.inventory.write_text(json.dumps({"all": {"children": {self.group: group}}}, indent=2), encoding="utf-8")
 
     def run(
