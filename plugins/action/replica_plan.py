@@ -178,7 +178,8 @@ def _program_files(arguments: dict[str, t.Any]) -> t.Sequence[str]:
     """Program files of the engine that the profile names, if it names one that exists."""
     profile = arguments["profile"]
     if not isinstance(profile, t.Mapping):
-        profile = (arguments["profiles"] or {}).get(profile) if isinstance(arguments["profiles"], t.Mapping) else None
+        known = arguments["profiles"] if isinstance(arguments["profiles"], t.Mapping) else {}
+        profile = known.get(profile) if isinstance(profile, str) else None
     name = profile.get("engine") if isinstance(profile, t.Mapping) else None
     engine = engines.load(str(name), Findings()) if name else None
     return engine.program_files if engine else ()

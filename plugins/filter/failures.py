@@ -15,7 +15,9 @@ def failure_summary(hosts: t.Sequence[str], variables: t.Any, plan: t.Mapping[st
     ranks = {str(host): int(shard["rank"]) for host, shard in plan["shards"].items()}
     undone = {str(host): hostvars.plain(variables[host].get("__replica_restored") or {}) for host in hosts}
     logs = {host: str(result["log_file"]) for host, result in undone.items() if result.get("log_file")}
-    return failures.summary(str(plan["replica"]), found, ranks, hostvars.text(restored), logs, str(done))
+    return failures.summary(
+        str(plan["replica"]), found, ranks, hostvars.text(restored), logs, str(done), any(result.get("changed") for result in undone.values())
+    )
 
 
 def was_locked(hosts: t.Sequence[str], variables: t.Any) -> bool:

@@ -17,7 +17,7 @@ hold never counts, and what is not known (`null`) is never taken for 0 or for en
     driver      {state, message} of the GPU driver          gpus       [{uuid, index, pci_bdf, used_mib, processes: [{pid, used_mib, ours,
                                                                         name, user, shard}] or null}] of all GPUs of the host, or null
     http        {health, models, unauthenticated, generation}: answers of http_probe or null; key: used|unreadable|null;
-                listener: {pid, name, user, ours} of the process that has the port, or null when that cannot be seen
+                listener: {pid, name, user, ours} of the process that has the port, or null when nothing listens; pid null: one that cannot be seen
     connected   whether the leader is connected to `accepts_on_port`; null: not asked or not known
     devices     {lines, error}: the device list of the engine's build, or null when it was not asked
     leader_serving  true|false, null when nobody watches the leader
@@ -278,6 +278,8 @@ def _stranger(ready: Map, http: Map) -> Problem | None:
     listener = http.get("listener")
     if not listener or listener["ours"]:
         return None
+    if listener["pid"] is None:
+        return Problem("a process that cannot be seen from here has the port of %s: run the gate as root or as the service's user" % ready.get("url"), False)
     return Problem(
         "a different server answers at %s: process %d (%s, user %s) has the port, not this shard"
         % (

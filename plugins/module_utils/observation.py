@@ -12,6 +12,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -32,6 +34,8 @@ DEVICES_SECONDS = 20
 LOG_READ_LINES = 2000
 LOG_READ_BYTES = 1024 * 1024
 SYSTEMD_UNITS = "/etc/systemd/system"
+
+_HOMES = ("HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME")
 
 _ENVIRONMENT_LINE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)='((?:[^']|'\\'')*)'")
 _RUN_START = re.compile(r"run_shard: \S+ rank \d+ of \d+, fingerprint \S+, run \S+")
@@ -271,15 +275,18 @@ class Observer:
         return ({"Authorization": f"Bearer {value}"}, "used") if value else ({}, "unreadable")
 
     def _listener(self, url: str, pids: set[int]) -> dict[str, Any] | None:
-        """The process that listens at the server's address. Null when none of the candidates can be seen (another user's)."""
+        """The process that listens at the server's address, or None where nothing does. One that cannot be seen is another user's: not ours."""
         parts = urlsplit(url)
         found = [
             row
             for row in processes.listening_sockets(self._proc_root)
             if row["listening"] and row["port"] == parts.port and row["address"] in (parts.hostname, "0.0.0.0", "::")
         ]
-        if not found or any(row["pid"] is None for row in found):
+        if not found:
             return None
+        unseen = next((row for row in found if row["pid"] is None), None)
+        if unseen is not None:
+            return {"pid": None, "name": None, "user": None, "ours": False}
         pid = next((row["pid"] for row in found if row["pid"] in pids), found[0]["pid"])
         shown = processes.describe(pid, self._proc_root)
         return {"pid": pid, "name": shown["name"], "user": shown["user"], "ours": pid in pids}
@@ -301,16 +308,21 @@ class Observer:
     def _devices(self, launch: Mapping[str, Any]) -> dict[str, Any] | None:
         """Ask the engine's build for its devices with exactly the environment of the shard, less its secrets.
 
-        Done in the revision's directory, which belongs to root: ggml loads libraries from the current one.
+        Done as the service's user, since its directories may hold anything that a program loads (a home's site-packages), and in the revision's
+        directory, which belongs to root: ggml loads libraries from the current one.
         """
         command = _ready(launch).get("devices_command")
         if not command:
             return None
-        wanted = {**read_environment(os.path.join(self.places.revision, "shard.env")), **(launch["launches"][-1].get("env") or {})}
+        own = launch["launches"][-1].get("env") or {}
+        wanted = {**read_environment(os.path.join(self.places.revision, "shard.env")), **own, **dict.fromkeys(_HOMES, "/nonexistent")}
+        as_user, problem = _as_owner((launch.get("paths") or {}).get("work_dir"))
+        if problem:
+            return {"lines": [], "error": problem}
         dropped = [word for name in sorted(set(os.environ) - set(wanted)) if "=" not in name for word in ("-u", name)]
         try:
             code, text, errors = self._run_command(
-                ["env", *dropped, "timeout", "-k", "2", str(DEVICES_SECONDS), command["path"], *command["args"]],
+                [*as_user, "env", *dropped, "timeout", "-k", "2", str(DEVICES_SECONDS), command["path"], *command["args"]],
                 environ_update=wanted,
                 cwd=_existing(self.places.revision),
                 handle_exceptions=False,
@@ -416,8 +428,8 @@ def _write_mark(path: str, seen: Mapping[str, Any], verdict: Mapping[str, Any]) 
     before = small_files.read_json(path)[0] or {}
     if all(before.get(key) == content[key] for key in ("schema", "replica", "rank", "fingerprint", "run_id")):
         return False
-    draft = f"{path}.{os.getpid()}"
-    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644), "w", encoding="utf-8") as stream:
+    draft = f"{path}.{secrets.token_hex(8)}"  # the directory is the service's: a name that it could foresee, it could prepare
+    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644), "w", encoding="utf-8") as stream:
         os.fchmod(stream.fileno(), 0o644)
         json.dump(content, stream)
     os.rename(draft, path)
@@ -428,6 +440,22 @@ def _serving(observation: Mapping[str, Any], leader_serving: bool | None) -> boo
     if _ready(observation["launch"]).get("serves_http"):
         return ((observation["http"] or {}).get("health") or {}).get("status") == 200
     return bool(leader_serving)
+
+
+def _as_owner(directory: object) -> tuple[list[str], str | None]:
+    """What a command of root's starts with to run as the owner of `directory`, or why it cannot be run so."""
+    if os.geteuid() != 0:
+        return [], None
+    try:
+        owner = os.stat(str(directory))
+    except OSError as error:
+        return [], small_files.reason(str(directory), error)
+    if owner.st_uid == 0:
+        return [], None
+    setpriv = shutil.which("setpriv", path="/usr/sbin:/usr/bin:/sbin:/bin")
+    if setpriv is None:
+        return [], "setpriv was not found (util-linux), and nothing of the service's is run as root"
+    return [setpriv, f"--reuid={owner.st_uid}", f"--regid={owner.st_gid}", "--clear-groups", "--no-new-privs"], None
 
 
 def _ready(launch: Mapping[str, Any] | None) -> Mapping[str, Any]:

@@ -10,11 +10,12 @@ as written before it is on the disk: a power cut leaves old or new, too.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import stat
 import typing as t
+
+from ansible_collections.rankzero.inference.plugins.module_utils import small_files
 
 SECRETS = "secrets"
 
@@ -152,26 +153,25 @@ class Revisions:
 
     def state(self) -> t.Dict[str, t.Any]:
         """state.json, or {} where it is not there or not readable."""
-        try:
-            with open(self.state_dir + "/state.json", encoding="utf-8") as stream:
-                data = json.load(stream)
-        except (OSError, ValueError):
-            return {}
-        return data if isinstance(data, dict) else {}
+        return small_files.read_json(self.state_dir + "/state.json")[0] or {}
 
     def clear_ready(self) -> None:
-        try:
-            os.unlink(self.state_dir + "/ready.json")
-        except OSError:
-            pass
+        _remove_whatever(self.state_dir + "/ready.json")
 
     def forget_run(self) -> None:
         """Remove what the last run wrote about itself."""
         for name in ("state.json", "ready.json"):
-            try:
-                os.unlink("%s/%s" % (self.state_dir, name))
-            except OSError:
-                pass
+            _remove_whatever("%s/%s" % (self.state_dir, name))
+
+
+def _remove_whatever(path: str) -> None:
+    """The directory is the service's, which may have put anything there. What cannot be removed is left."""
+    try:
+        os.unlink(path)
+    except IsADirectoryError:
+        shutil.rmtree(path, ignore_errors=True)
+    except OSError:
+        pass
 
 
 class Owner:

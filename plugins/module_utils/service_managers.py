@@ -102,9 +102,10 @@ class Supervisor:
                 pid = int(stream.read().strip())
             with open("/proc/%d/cmdline" % pid, "rb") as stream_b:
                 words = stream_b.read().split(b"\0")
+            owner = os.stat("/proc/%d" % pid).st_uid
         except (OSError, ValueError):
             return None
-        return pid if self.path.encode() in words else None
+        return pid if owner == os.geteuid() and _runs_supervisord(words, self.path.encode()) else None
 
     def starts_at_boot(self) -> bool:
         return False
@@ -140,6 +141,12 @@ class Supervisor:
             os.unlink(self.path)
         except FileNotFoundError:
             pass
+
+
+def _runs_supervisord(words: t.Sequence[bytes], configuration: bytes) -> bool:
+    """Whether this command line is C(supervisord -c configuration): a pid file may name an editor of that file instead."""
+    named = [place for place, word in enumerate(words) if os.path.basename(word) == b"supervisord"]
+    return any(list(words[place + 1 : place + 3]) == [b"-c", configuration] for place in named)
 
 
 def _read(path: str) -> t.Optional[str]:

@@ -17,15 +17,17 @@ def summary(
     restored: str | None,
     logs: t.Mapping[str, str] | None = None,
     done: str = "deployed",
+    moved: bool = True,
 ) -> str:
     """C(failures): host -> failed result or None.  C(ranks): host -> planned rank.  C(restored): the revision that is back, or None.  C(logs): host -> file
     on the controller with the last lines of its log, which is gone from the host.  C(done): what was to be done.
+    C(moved): whether restoring changed anything: a revision that was deployed once more fails where it is.
 
     Ranks that only gave up because of another are left out; a rank whose log tells a cause comes first, since the others often just lost it.
     """
     culprits = [(host, failure) for host, failure in failures.items() if failure and not failure.get("gave_up")]
     culprits.sort(key=lambda item: (not _cause(item[1]), ranks.get(item[0], 1 << 30), item[0]))
-    lines = ["Replica %s was not %s. %s" % (replica, done, _left(failures, restored, done))]
+    lines = ["Replica %s was not %s. %s" % (replica, done, _left(failures, restored, done, moved))]
     lines += ["  %s: %s" % (_who(host, ranks), _why(failure)) for host, failure in culprits]
     kept = sorted((logs or {}).items(), key=lambda item: (ranks.get(item[0], 1 << 30), item[0]))
     lines += ["  log of %s: %s" % (_who(host, ranks), path) for host, path in kept]
@@ -37,9 +39,11 @@ def was_locked(failures: t.Iterable[Result | None]) -> bool:
     return any(failure and failure.get("locked") for failure in failures)
 
 
-def _left(failures: t.Mapping[str, Result | None], restored: str | None, done: str) -> str:
+def _left(failures: t.Mapping[str, Result | None], restored: str | None, done: str, moved: bool) -> str:
     if was_locked(failures.values()):
         return "Another run is changing it; what this run had changed is undone."
+    if restored and not moved:
+        return "Revision %s was there before and stays; it is not proven to serve." % restored
     if restored:
         return "Revision %s, which was there before, is back." % restored
     return "Nothing of it was left behind." if done == "deployed" else "It does not serve."
