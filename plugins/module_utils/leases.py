@@ -89,12 +89,16 @@ class Lease:
                 return os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             except FileNotFoundError:
                 return None
-        _directories(os.path.dirname(self._path))
-        try:
-            return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        except FileNotFoundError:  # another run has just removed the directory, as the last one to leave
-            _directories(os.path.dirname(self._path))
-            return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        deadline = time.monotonic() + 10 * GLANCE_SECONDS
+        while True:
+            try:
+                _directories(os.path.dirname(self._path))
+                return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            except FileNotFoundError:
+                # Another run has just removed a directory, as the last one to leave: at any of these steps, and more than once.
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.001)
 
     def _try(self, descriptor: int, waited: float) -> bool:
         """Whether the lock is ours now. False: try again. Raises Held."""
@@ -155,7 +159,8 @@ class Lease:
         try:
             os.rmdir(os.path.dirname(self._path))
         except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY, errno.EPERM, errno.EACCES):
+            # Another run may use the directory already, or may have removed it just before.
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY, errno.EPERM, errno.EACCES):
                 raise
         os.close(self._descriptor)
         self._descriptor = None

@@ -47,7 +47,7 @@ def test_a_lock_is_taken_shown_given_up_and_leaves_nothing(tmp_path: pathlib.Pat
     finally:
         os.umask(before)
     assert stat.S_IMODE(path(tmp_path).stat().st_mode) == 0o600 and stat.S_IMODE(path(tmp_path).parent.stat().st_mode) == 0o755
-    (shown,) = leases.read(str(tmp_path)).values()
+    shown = next(iter(leases.read(str(tmp_path)).values()))
     assert (shown["owner"], shown["who"], shown["target"], shown["live"], shown["busy"]) == ("a", "a@control", "f00d", True, True)
     mine.keep()
     mine.release()
@@ -142,7 +142,7 @@ def test_a_call_at_work_holds_the_lock_exactly_as_long_as_its_process_lives(tmp_
 def test_of_many_that_come_at_once_one_gets_it(tmp_path: pathlib.Path) -> None:
     """Processes that take, hold and give up the same lock, file and directory included, never have it together."""
     script = (
-        HOLDER.split("Lease(sys.argv[2]")[0]
+        HOLDER.partition("Lease(sys.argv[2]")[0]
         + """
 import os
 mark = sys.argv[2] + "/inside"
