@@ -18,7 +18,7 @@ export PYTHONDONTWRITEBYTECODE := 1
 help:
 	@echo "make demo              a real two-rank llama.cpp replica on this machine's CPU (ENGINE=sim: four simulated GPU ranks)"
 	@echo "make demo-clean        remove it"
-	@echo "make test              unit, module, contract and end-to-end tests on this machine (no root, under 2 minutes)"
+	@echo "make test              unit, module, contract and end-to-end tests on this machine (no root, about 3 minutes)"
 	@echo "make slow-test         the rest of them: every case of the gate, the simulator and the engines' behaviour"
 	@echo "make sanity            ansible-test sanity on the committed tree"
 	@echo "make lint              ruff and mypy"
