@@ -156,20 +156,18 @@ class Revisions:
         return small_files.read_json(self.state_dir + "/state.json")[0] or {}
 
     def clear_ready(self) -> None:
-        _remove_whatever(self.state_dir + "/ready.json")
+        _try_to_remove(self.state_dir + "/ready.json")
 
     def forget_run(self) -> None:
         """Remove what the last run wrote about itself."""
         for name in ("state.json", "ready.json"):
-            _remove_whatever("%s/%s" % (self.state_dir, name))
+            _try_to_remove("%s/%s" % (self.state_dir, name))
 
 
-def _remove_whatever(path: str) -> None:
+def _try_to_remove(path: str) -> None:
     """The directory is the service's, which may have put anything there. What cannot be removed is left."""
     try:
-        os.unlink(path)
-    except IsADirectoryError:
-        shutil.rmtree(path, ignore_errors=True)
+        _remove(path)
     except OSError:
         pass
 
@@ -275,10 +273,10 @@ def sync_directory(path: str) -> None:
 
 def _remove(path: str) -> None:
     """Remove whatever has this name; nothing there is fine."""
-    if os.path.islink(path) or os.path.isfile(path):
-        os.unlink(path)
-    elif os.path.lexists(path):
+    if os.path.isdir(path) and not os.path.islink(path):
         shutil.rmtree(path)
+    elif os.path.lexists(path):
+        os.unlink(path)
 
 
 def _exchange(unfinished: str, target: str, aside: str) -> None:
