@@ -17,23 +17,12 @@ from typing import Any
 
 import pytest
 from lab.lab_hosts import Lab
+from lab.profiles import SIMULATED
 
 pytestmark = pytest.mark.lab
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 KEY = "lab-key-0123456789"
-PROFILE = {
-    "name": "lab",
-    "engine": "sim",
-    "nodes": 2,
-    "gpus_per_node": 2,
-    "tp": 4,
-    "model_path": "/etc/os-release",
-    "served_model_name": "tiny",
-    "ready_timeout": 60,
-    "args": ["--sim-load-seconds", "0.5", "--sim-gpu-mib", "48000"],
-    "env": {"SIM_PROCESS_DIRECTORY": "/run/fake_nvml/processes"},
-}
 OURS = """find / -xdev \\( -path '*rankzero*' -o -path '*inference-*' \\) ! -path '/root/.ansible*'; find /run -path '*rankzero*' -o -path '*inference-*'
 getent passwd rankzero; systemctl list-units --all --plain --no-legend 'inference-*'; grep -lsz ^RANKZERO_SHARD= /proc/[0-9]*/environ"""
 
@@ -56,7 +45,7 @@ def play(lab: Lab, playbook: str, *options: str, **variables: Any) -> subprocess
         "replica_name": "ill",
         "replica_hosts": "n1:n2",
         "replica_management": "10.77.0.0/24",
-        "replica_profile": PROFILE,
+        "replica_profile": SIMULATED,
         "replica_api_key": KEY,
         "diagnosis_dir": str(lab.directory / "diagnosis"),
         **variables,
@@ -129,7 +118,7 @@ def test_a_host_that_is_off_has_a_row(hosts: Lab) -> None:
 
 
 def test_the_journal_of_a_first_deploy_that_failed_is_kept(hosts: Lab) -> None:
-    broken = {**PROFILE, "args": [*PROFILE["args"], "--sim-fail", "torch.OutOfMemoryError: CUDA out of memory.", "--sim-fail-rank", "1"]}  # type: ignore[misc]
+    broken = {**SIMULATED, "args": [*SIMULATED["args"], "--sim-fail", "torch.OutOfMemoryError: CUDA out of memory.", "--sim-fail-rank", "1"]}  # type: ignore[misc]
     done = play(hosts, "deploy_replica", replica_profile=broken)
     output = done.stdout + done.stderr
     assert done.returncode == 2 and ours(hosts, "n1") == ours(hosts, "n2") == [], output

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 from lab.lab_hosts import Lab
-from lab.test_replica_on_hosts import SIMULATED, play, succeeded
+from lab.profiles import SIMULATED
+from lab.test_replica_on_hosts import play, succeeded
 
 pytestmark = pytest.mark.lab
 

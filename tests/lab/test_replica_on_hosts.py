@@ -22,23 +22,12 @@ from typing import Any
 import pytest
 import tiny_models
 from lab.lab_hosts import Lab
+from lab.profiles import SIMULATED
 
 pytestmark = pytest.mark.lab
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 KEY = "lab-key-0123456789"
-SIMULATED = {
-    "name": "lab",
-    "engine": "sim",
-    "nodes": 2,
-    "gpus_per_node": 2,
-    "tp": 4,
-    "model_path": "/etc/os-release",
-    "served_model_name": "tiny",
-    "ready_timeout": 60,
-    "args": ["--sim-load-seconds", "0.5", "--sim-gpu-mib", "48000"],
-    "env": {"SIM_PROCESS_DIRECTORY": "/run/fake_nvml/processes"},
-}
 LLAMA = {
     "name": "lab",
     "engine": "llamacpp",
