@@ -118,7 +118,8 @@ def test_a_host_that_is_off_has_a_row(hosts: Lab) -> None:
 
 
 def test_the_journal_of_a_first_deploy_that_failed_is_kept(hosts: Lab) -> None:
-    broken = {**SIMULATED, "args": [*SIMULATED["args"], "--sim-fail", "torch.OutOfMemoryError: CUDA out of memory.", "--sim-fail-rank", "1"]}  # type: ignore[misc]
+    out_of_memory = ["--sim-fail", "torch.OutOfMemoryError: CUDA out of memory.", "--sim-fail-rank", "1"]
+    broken = {**SIMULATED, "args": [*SIMULATED["args"], *out_of_memory]}  # type: ignore[misc]
     done = play(hosts, "deploy_replica", replica_profile=broken)
     output = done.stdout + done.stderr
     assert done.returncode == 2 and ours(hosts, "n1") == ours(hosts, "n2") == [], output
