@@ -13,13 +13,14 @@ BIN := $(VENV)/bin
 export PYTHONDONTWRITEBYTECODE := 1
 
 # sanity: ansible-test sanity on the committed tree
-.PHONY: sanity help demo demo-clean test slow-test lint lab-test lab-quick lab-pytest molecule bench build clean
+.PHONY: sanity help demo demo-clean test slow-test explore lint lab-test lab-quick lab-pytest molecule bench build clean
 
 help:
 	@echo "make demo              a real two-rank llama.cpp replica on this machine's CPU (ENGINE=sim: four simulated GPU ranks)"
 	@echo "make demo-clean        remove it"
 	@echo "make test              unit, module, contract and end-to-end tests on this machine (no root, about 3 minutes)"
 	@echo "make slow-test         the rest of them: every case of the gate, the simulator and the engines' behaviour"
+	@echo "make explore           unit tests with random examples that no run has seen"
 	@echo "make sanity            ansible-test sanity on the committed tree"
 	@echo "make lint              ruff and mypy"
 	@echo "make lab-test          tests on several real hosts, all molecule scenarios among them (root, Debian packages)"
@@ -49,6 +50,10 @@ test: $(VENV)/.test
 
 slow-test: $(VENV)/.test
 	@$(BIN)/python -m pytest -q tests/unit tests/contract tests/e2e -m "slow and not lab" -n 2
+
+# Properties with examples that no run has seen; what it finds becomes a test of its own.
+explore: $(VENV)/.test
+	@$(BIN)/python -m pytest -q tests/unit tests/module -m "not lab" -n 2 --hypothesis-profile=explore
 
 sanity: $(VENV)/.demo
 	@$(BIN)/python tests/sanity/run.py

@@ -8,7 +8,14 @@ from __future__ import annotations
 import pathlib
 import sys
 
+from hypothesis import settings
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 COLLECTIONS = ROOT / ".collections"
 if str(COLLECTIONS) not in sys.path:
     sys.path.insert(0, str(COLLECTIONS))
+
+# The same examples in every run, so that a check that fails tells of the change at hand. `make explore` draws new ones.
+settings.register_profile("same", derandomize=True, database=None)
+settings.register_profile("explore", deadline=None)
+settings.load_profile("same")

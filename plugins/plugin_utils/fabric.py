@@ -169,6 +169,7 @@ def _selectors_for(host: str, definitions: list[Definition], findings: Findings)
 def _selected(host: str, facts: Facts, selectors: list[Selector], name: str, findings: Findings) -> list[Port]:
     """The host's ports that a selector takes. A port that is named one by one must be there and usable; nothing is left out in silence."""
     everything = list(facts.get("hcas") or ())
+    before = len(findings.faults)
     for wanted in (entry for selector in selectors for entry in selector.hcas):
         fitting = [port for port in everything if is_named(port, wanted)]
         if not fitting or (not any(character in wanted for character in "*?[") and not all(map(_admissible, fitting))):
@@ -180,7 +181,7 @@ def _selected(host: str, facts: Facts, selectors: list[Selector], name: str, fin
         if any(selector.takes(port) for selector in selectors)
         and (port.get("usable") or (_admissible(port) and any(selector.takes(port) for selector in by_name)))
     ]
-    if selectors and not chosen and not by_name:
+    if selectors and not chosen and len(findings.faults) == before:
         findings.fault("replica_fabric", name, "a fabric that the host has usable ports of", "The host has %s." % _listed(facts), host=host)
     return in_pci_order(chosen)
 

@@ -697,6 +697,13 @@ def test_a_port_that_is_named_must_be_there():
     assert "names mlx5_7" in refused(PAIR, "x", {"x": {"hosts": {"gb-1": {"hcas": ["mlx5_0", "mlx5_7"]}, "spark-1": {"hcas": ["rocep1s0f0"]}}}})
 
 
+def test_a_pattern_whose_ports_are_all_down_is_refused():
+    """Such a fabric is not had: TCP in its place would be in silence."""
+    down = port("mlx5_0", "10.1.0.1/16", usable=False, reasons=["the port is down"])
+    text = refused({"a": facts(down), "b": facts(down)}, "y", {"y": {"hcas": ["mlx5_*"]}})
+    assert text.count("the port is down") == 2 and "a" in text
+
+
 def test_several_names_together():
     named = {"r0": {"networks": "10.11.0.0/24"}, "r1": {"networks": "10.12.0.0/24"}}
     outcome = choose(PAIR, "r0,r1", named)
