@@ -80,6 +80,7 @@ def fabric_variables(
     """What tells NCCL to use the chosen HCA ports and nothing else. C(nccl) is the version of the build's NCCL, None where it is not known."""
     if any(port.get("transport") == "efa" for port in ports):
         env.set("FI_PROVIDER", "efa", "the shard's ports are AWS EFA; no NCCL_IB_ variable applies to them (aws-ofi-nccl#803)")
+        env.set("NCCL_NET", "AWS Libfabric", "every aws-ofi-nccl has this name (aws-ofi-nccl#530): without the plugin NCCL fails instead of going to TCP")
         return
     if not ports:
         env.set("NCCL_IB_DISABLE", "1", choice.why or "no HCA was planned")

@@ -21,7 +21,6 @@ from ansible_collections.rankzero.inference.plugins.plugin_utils.addressing impo
 from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings
 
 FIXTURES = pathlib.Path(__file__).parent.parent / "fixtures" / "hardware"
-VERBS = ("NCCL_IB_", "NCCL_NET", "NCCL_IGNORE_NET_MISMATCH", "NCCL_CROSS_NIC")
 
 
 def entry(index: int, address: str, version: int = 2, network: str | None = None, vlan: int | None = None) -> dict[str, Any]:
@@ -102,7 +101,7 @@ def test_no_ports():
 
 def test_efa_has_no_verbs_variable():
     values = variables([{"name": "rdmap85s0", "port": 1, "link_layer": "unknown", "transport": "efa"}], link="efa")
-    assert values == {"FI_PROVIDER": "efa"} and not any(name.startswith(VERBS) for name in values)
+    assert values == {"FI_PROVIDER": "efa", "NCCL_NET": "AWS Libfabric"}, "and none for verbs"
 
 
 def test_index_that_differs_becomes_a_range():
