@@ -28,4 +28,4 @@ while :; do
 done
 # A host that is off must not answer: without this its namespace still would.
 for i in $interfaces; do ip -n "$tag.hub" link set "v${i#eth}$name" down; done
-exit $rc
+exit "$rc"

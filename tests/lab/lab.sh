@@ -60,9 +60,9 @@ is_on() { [[ -n $(pids "$1") ]]; }
 
 init_pid() {    # host $1's pid 1, as this machine numbers it
     local p
-    for p in $(cat "$V2/$TAG/$1/payload/init.scope/cgroup.procs" 2>/dev/null); do
+    while read -r p; do
         if grep -qsE '^NSpid:.*[[:space:]]1$' "/proc/$p/status"; then echo "$p"; return 0; fi
-    done
+    done < <(cat "$V2/$TAG/$1/payload/init.scope/cgroup.procs" 2>/dev/null)
 }
 
 console() {     # run a command inside host $1 without its network
@@ -214,7 +214,7 @@ define() {      # make the disk, keys, namespace and cables of host $1, number $
     hardware "$n"
     [[ -z ${LAB_SEED:-} ]] || seed "$n" "$LAB_SEED"
     [[ -z ${!own:-} ]] || seed "$n" "${!own}"
-    mkdir -p "$h/up/etc/ssh" "$h/up/home/ansible/.ssh"; mkdir -m 700 -p "$h/up/root/.ssh"
+    mkdir -p "$h/up/etc/ssh" "$h/up/home/ansible/.ssh"; mkdir -p "$h/up/root"; install -d -m 700 "$h/up/root/.ssh"
     ssh-keygen -q -t ed25519 -N '' -C "root@$n" -f "$h/up/etc/ssh/ssh_host_ed25519_key"
     install -m 600 "$DIR/id.pub" "$h/up/root/.ssh/authorized_keys"
     install -m 600 "$DIR/id.pub" "$h/up/home/ansible/.ssh/authorized_keys"
@@ -396,7 +396,7 @@ down() {
     fi
     sweep; netns_del "$HUB"
     # iproute2 made this mount for us; with other namespaces in it, it is busy and stays.
-    if [[ -e $STATE/made-run-netns && -z $(ls -A /run/netns) ]]; then umount /run/netns 2>/dev/null && rmdir /run/netns || true; fi
+    if [[ -e $STATE/made-run-netns && -z $(ls -A /run/netns) ]] && umount /run/netns 2>/dev/null; then rmdir /run/netns || true; fi
     rm -rf "$STATE"; rm -f "$STATE.lock"; rmdir "$RUN" 2>/dev/null || true
 }
 
@@ -415,15 +415,20 @@ run() {         # the child must not outlive us, must not read /dev/null, and mu
     exit "$rc"
 }
 
+overlay_works() {
+    unshare --mount --propagation private bash -e /dev/fd/3 3<<'INSIDE'
+        d=$(mktemp -d); trap 'umount -R "$d"; rmdir "$d"' EXIT
+        mount -t tmpfs t "$d"; mkdir "$d/l" "$d/u" "$d/w" "$d/m"; mount -t overlay o -o "lowerdir=$d/l,upperdir=$d/u,workdir=$d/w" "$d/m"
+INSIDE
+}
+
 check() {
     local no='' t missing=()
     for t in mmdebstrap systemd-nspawn ip ssh ssh-keygen; do command -v $t > /dev/null || missing+=("$t"); done
     if ((EUID != 0)); then no="needs root"
     elif ((${#missing[@]})) && { [[ ${LAB_APT:-yes} == no ]] || ! command -v apt-get > /dev/null; }; then no="no ${missing[*]}, and no apt-get to install them"
     elif ! unshare --mount --net --propagation private true 2>/dev/null; then no="new mount and network namespaces are not allowed"
-    elif ! unshare --mount --propagation private sh -ec 'd=$(mktemp -d); trap "umount -R $d; rmdir $d" EXIT
-            mount -t tmpfs t "$d"; mkdir "$d/l" "$d/u" "$d/w" "$d/m"; mount -t overlay o -o "lowerdir=$d/l,upperdir=$d/u,workdir=$d/w" "$d/m"' 2>/dev/null; then
-        no="overlay mounts are not allowed"
+    elif ! overlay_works 2>/dev/null; then no="overlay mounts are not allowed"
     elif [[ ! -e $V2/cgroup.procs ]]; then no="no cgroup2 at $V2"
     elif ! mkdir "$V2/$TAG-check$$" 2>/dev/null; then no="$V2 is not writable"
     elif [[ ! -e $V2/$TAG-check$$/cgroup.kill ]]; then no="the kernel has no cgroup.kill (5.14 and later have)"; fi

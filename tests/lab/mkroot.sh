@@ -40,7 +40,7 @@ if [[ ! -e $dir/ok ]]; then
     "${LAB_PYTHON:-python3}" -m pip download --quiet --no-deps --dest "$dir/wheel" "$PYNVML" >&2 ||
         { echo "mkroot: cannot get $PYNVML (a Python with pip? set LAB_PYTHON)" >&2; exit 1; }
     # Build in a tmpfs: dpkg's fsyncs cost more than the unpacking does. The mount lives in a private mount namespace, so nothing can leak.
-    unshare --mount --propagation private bash -euo pipefail -c '
+    unshare --mount --propagation private bash -euo pipefail /dev/fd/3 "$dir" "$SUITE" "$PKGS" "${LAB_PYTHON:-python3}" 3<<'INSIDE'
         dir=$1 suite=$2 pkgs=$3
         mount -t tmpfs -o mode=0755,size=2G tmpfs "$dir/build"
         mmdebstrap --variant=minbase --include="$pkgs" \
@@ -81,7 +81,7 @@ if [[ ! -e $dir/ok ]]; then
         mkdir -p "$r/etc/systemd/system/sysinit.target.wants"
         ln -s ../fake-sysfs.service "$r/etc/systemd/system/sysinit.target.wants/"
         cp -a "$r" "$dir/root"
-    ' _ "$dir" "$SUITE" "$PKGS" "${LAB_PYTHON:-python3}"
+INSIDE
     rmdir "$dir/build"
 fi
 touch "$dir/ok"
