@@ -103,6 +103,24 @@ def choose(
     return _named(",".join(wanted), [item for item in definitions if item], hosts, gpus, management, findings)
 
 
+def selected(wanted: t.Sequence[str], named: t.Mapping[str, t.Any], hosts: Hosts) -> dict[str, t.Sequence[Port]]:
+    """host -> the ports that C(replica_fabric) takes there, each host judged by itself: without what speaks against the choice over all of them."""
+    if list(wanted) == ["none"]:
+        return {}
+    if list(wanted) == ["efa"]:
+        return {host: _efa_ports(facts) for host, facts in hosts.items()}
+    unheard = Findings()
+    definitions = [item for item in (_definition(part, named, hosts, unheard) for part in wanted) if item]
+    if unheard.faults:
+        return {}
+    found: dict[str, t.Sequence[Port]] = {}
+    for host, facts in hosts.items():
+        unheard = Findings()
+        ports = _selected(host, facts, _selectors_for(host, definitions, unheard), ",".join(wanted), unheard)
+        found[host] = () if unheard.faults else ports
+    return found
+
+
 def _definition(part: str, named: t.Mapping[str, t.Any], hosts: Hosts, findings: Findings) -> Definition | None:
     """A part of C(replica_fabric): a name in replica_fabrics, or a key."""
     if part in named:

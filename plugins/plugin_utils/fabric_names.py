@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import functools
 import ipaddress
 import typing as t
 
@@ -19,6 +20,9 @@ from ansible_collections.rankzero.inference.plugins.plugin_utils.values import R
 
 Port = t.Mapping[str, t.Any]
 Network = t.Union[ipaddress.IPv4Network, ipaddress.IPv6Network]
+
+PARSED = 1 << 16
+"""How many keys and addresses are kept parsed: ports of one fabric have the same few, and each is asked for many times."""
 
 
 def port_name(port: Port) -> str:
@@ -30,11 +34,13 @@ def keys_of(port: Port) -> list[str]:
     return [key for key in port.get("fabrics") or () if not _is_link_local(key)]
 
 
+@functools.lru_cache(maxsize=PARSED)
 def _is_link_local(key: str) -> bool:
     network = network_of(key)
     return network is not None and (network.network_address.is_link_local or network.network_address.is_loopback)
 
 
+@functools.lru_cache(maxsize=PARSED)
 def network_of(key: str) -> Network | None:
     """The network of a C(roce:) key, None for every other key."""
     kind, _colon, rest = key.partition(":")

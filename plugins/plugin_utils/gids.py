@@ -11,11 +11,12 @@ of an entry, never its index: indexes differ between ports and hosts, and move w
 from __future__ import annotations
 
 import dataclasses
+import functools
 import ipaddress
 import typing as t
 
 from ansible_collections.rankzero.inference.plugins.plugin_utils import nccl
-from ansible_collections.rankzero.inference.plugins.plugin_utils.fabric_names import Network, Port, inside, network_of, port_name
+from ansible_collections.rankzero.inference.plugins.plugin_utils.fabric_names import PARSED, Network, Port, inside, network_of, port_name
 from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings
 
 
@@ -45,8 +46,13 @@ def right(ports: t.Iterable[Port], keys: t.Sequence[str]) -> dict[str, frozenset
 
 def address_of(gid: Entry) -> Address | None:
     """The address of an entry; IPv4 where it is an IPv4-mapped one."""
+    return _parsed(str(gid.get("address")))
+
+
+@functools.lru_cache(maxsize=PARSED)
+def _parsed(text: str) -> Address | None:
     try:
-        address = ipaddress.ip_address(str(gid.get("address")))
+        address = ipaddress.ip_address(text)
     except ValueError:
         return None
     return (address.ipv4_mapped or address) if isinstance(address, ipaddress.IPv6Address) else address

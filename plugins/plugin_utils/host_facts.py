@@ -10,17 +10,20 @@ than docs/architecture.md gives it is reported with its key and counts as unknow
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import math
 import typing as t
 
 from ansible_collections.rankzero.inference.plugins.plugin_utils.environment_names import NAME as ENVIRONMENT_NAME
+from ansible_collections.rankzero.inference.plugins.plugin_utils.fabric_names import PARSED
 from ansible_collections.rankzero.inference.plugins.plugin_utils.values import unprintable
 
 SCHEMA = 1
 
-Report = t.Callable[[str, t.Any, str], None]  # key, what was seen, what was wanted
-Check = t.Callable[[t.Any, str, Report], t.Any]  # value, key, report -> the value, None where it is unknown or wrong
+Key = t.Union[str, t.Tuple[t.Any, t.Any]]  # (key of what it is in, name or number): spelled only where something is reported (_spelled)
+Report = t.Callable[[Key, t.Any, str], None]  # key, what was seen, what was wanted
+Check = t.Callable[[t.Any, Key, Report], t.Any]  # value, key, report -> the value, None where it is unknown or wrong
 
 
 def problem(facts: t.Any) -> str | None:
@@ -34,8 +37,12 @@ def problem(facts: t.Any) -> str | None:
     return None
 
 
-def normalise(facts: t.Mapping[str, t.Any], report: Report = lambda _key, _seen, _wanted: None) -> dict[str, t.Any]:
-    """Facts with every key that the plan reads, each of its type. The argument is left alone; C(report) hears of every value that was not."""
+def normalise(facts: t.Mapping[str, t.Any], tell: t.Callable[[str, t.Any, str], None] = lambda _key, _seen, _wanted: None) -> dict[str, t.Any]:
+    """Facts with every key that the plan reads, each of its type. The argument is left alone; C(tell) hears of every value that was not."""
+
+    def report(key: Key, seen: t.Any, wanted: str) -> None:
+        tell(_spelled(key), seen, wanted)
+
     result: dict[str, t.Any] = _FACTS(facts, "", report)
     _refuse_equal_uuids(result["gpus"], report)
     result["hcas"] = [_complete_hca(hca) for hca in result["hcas"]]
@@ -44,13 +51,21 @@ def normalise(facts: t.Mapping[str, t.Any], report: Report = lambda _key, _seen,
     return result
 
 
+def _spelled(key: Key) -> str:
+    """C(gpus[3].memory.total_mib)."""
+    if isinstance(key, str):
+        return key
+    outer, own = _spelled(key[0]), key[1]
+    return "%s[%d]" % (outer, own) if isinstance(own, int) else "%s.%s" % (outer, own) if outer else str(own)
+
+
 # ---- types of values
 
 
-def _text(value: t.Any, key: str, report: Report) -> str | None:
+def _text(value: t.Any, key: Key, report: Report) -> str | None:
     """Numbers are their text: YAML reads an unquoted version as one."""
-    if value is None:
-        return None
+    if value is None or (type(value) is str and value.isprintable()):
+        return value
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         report(key, value, "text")
         return None
@@ -61,7 +76,7 @@ def _text(value: t.Any, key: str, report: Report) -> str | None:
     return str(value)
 
 
-def _word(value: t.Any, key: str, report: Report) -> str | None:
+def _word(value: t.Any, key: Key, report: Report) -> str | None:
     """A name that stands in lists which programs split at commas and spaces."""
     text = _text(value, key, report)
     if text is not None and (not text or "," in text or any(character.isspace() for character in text)):
@@ -70,7 +85,7 @@ def _word(value: t.Any, key: str, report: Report) -> str | None:
     return text
 
 
-def _flag(value: t.Any, key: str, report: Report) -> bool | None:
+def _flag(value: t.Any, key: Key, report: Report) -> bool | None:
     if value is None or isinstance(value, bool):
         return value
     report(key, value, "true or false")
@@ -78,7 +93,7 @@ def _flag(value: t.Any, key: str, report: Report) -> bool | None:
 
 
 def _whole(low: int = 0, high: int = 2**63) -> Check:
-    def check(value: t.Any, key: str, report: Report) -> int | None:
+    def check(value: t.Any, key: Key, report: Report) -> int | None:
         if value is None:
             return None
         whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
@@ -90,7 +105,7 @@ def _whole(low: int = 0, high: int = 2**63) -> Check:
     return check
 
 
-def _number(value: t.Any, key: str, report: Report) -> float | None:
+def _number(value: t.Any, key: Key, report: Report) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
@@ -99,32 +114,46 @@ def _number(value: t.Any, key: str, report: Report) -> float | None:
     return value
 
 
-def _address(value: t.Any, key: str, report: Report) -> str | None:
+def _address(value: t.Any, key: Key, report: Report) -> str | None:
     text = _text(value, key, report)
-    try:
-        return str(ipaddress.ip_address(text)) if text else None
-    except ValueError:
+    address = _canonical_address(text) if text else None
+    if text and address is None:
         report(key, text, "an IP address")
-        return None
+    return address
 
 
-def _network(value: t.Any, key: str, report: Report) -> str | None:
+def _network(value: t.Any, key: Key, report: Report) -> str | None:
     text = _text(value, key, report)
-    try:
-        return str(ipaddress.ip_network(text, strict=False)) if text else None
-    except ValueError:
+    network = _canonical_network(text) if text else None
+    if text and network is None:
         report(key, text, "a network as CIDR")
+    return network
+
+
+@functools.lru_cache(maxsize=PARSED)
+def _canonical_address(text: str) -> str | None:
+    try:
+        return str(ipaddress.ip_address(text))
+    except ValueError:
         return None
 
 
-def _anything(value: t.Any, key: str, report: Report) -> t.Any:
+@functools.lru_cache(maxsize=PARSED)
+def _canonical_network(text: str) -> str | None:
+    try:
+        return str(ipaddress.ip_network(text, strict=False))
+    except ValueError:
+        return None
+
+
+def _anything(value: t.Any, key: Key, report: Report) -> t.Any:
     return value
 
 
 def _required(check: Check, what: str) -> Check:
     """For an entry of a list that means nothing without this value: a missing one is reported, and C(_list) drops the entry."""
 
-    def required(value: t.Any, key: str, report: Report) -> t.Any:
+    def required(value: t.Any, key: Key, report: Report) -> t.Any:
         if value is None:
             report(key, None, what)
         return check(value, key, report)
@@ -136,7 +165,7 @@ def _required(check: Check, what: str) -> Check:
 def _list(check: Check, absent: t.Any = ()) -> Check:
     """A list of values of one type, without those that are wrong. C(absent): what an absent list is."""
 
-    def checked(value: t.Any, key: str, report: Report) -> t.Any:
+    def checked(value: t.Any, key: Key, report: Report) -> t.Any:
         if value is None:
             return None if absent is None else list(absent)
         if not isinstance(value, (list, tuple)):
@@ -144,11 +173,10 @@ def _list(check: Check, absent: t.Any = ()) -> Check:
             return None if absent is None else list(absent)
         items = []
         for number, item in enumerate(value):
-            at = "%s[%d]" % (key, number)
             if item is None:
-                report(at, None, "a value")
+                report((key, number), None, "a value")
                 continue
-            found = check(item, at, report)
+            found = check(item, (key, number), report)
             if found is not None:
                 items.append(found)
         return items
@@ -159,15 +187,15 @@ def _list(check: Check, absent: t.Any = ()) -> Check:
 def _mapping(fields: t.Mapping[str, Check], absent: t.Any = None) -> Check:
     """A mapping with at least these keys; others are carried along. Wrong, or without a required value, it is C(absent): None, or a maker of an empty one."""
 
-    def check(value: t.Any, key: str, report: Report) -> t.Any:
+    def check(value: t.Any, key: Key, report: Report) -> t.Any:
         if value is None or not isinstance(value, t.Mapping):
             if value is not None:
                 report(key, value, "a mapping")
             return None if absent is None else check({}, key, report)
         result = {str(name): item for name, item in value.items()}
         for name, field in fields.items():
-            result[name] = field(result.get(name), "%s.%s" % (key, name) if key else name, report)
-            if result[name] is None and hasattr(field, "needed"):
+            result[name] = found = field(result.get(name), (key, name), report)
+            if found is None and hasattr(field, "needed"):
                 return None
         return result
 
@@ -182,34 +210,34 @@ def _empty(fields: t.Mapping[str, Check]) -> Check:
 def _table(check: Check) -> Check:
     """A mapping of names to values of one type."""
 
-    def checked(value: t.Any, key: str, report: Report) -> dict[str, t.Any]:
+    def checked(value: t.Any, key: Key, report: Report) -> dict[str, t.Any]:
         if value is None:
             return {}
         if not isinstance(value, t.Mapping):
             report(key, value, "a mapping")
             return {}
-        found = {str(name): check(item, "%s.%s" % (key, name), report) for name, item in value.items()}
+        found = {str(name): check(item, (key, str(name)), report) for name, item in value.items()}
         return {name: item for name, item in found.items() if item is not None}
 
     return checked
 
 
-def _environment(value: t.Any, key: str, report: Report) -> dict[str, str]:
+def _environment(value: t.Any, key: Key, report: Report) -> dict[str, str]:
     found: dict[str, str] = _table(_text)(value, key, report)
     for name in sorted(found):
         if not ENVIRONMENT_NAME.match(name):
-            report("%s.%s" % (key, name), name, "the name of an environment variable")
+            report((key, name), name, "the name of an environment variable")
             del found[name]
     return found
 
 
-def _port_entry(value: t.Any, key: str, report: Report) -> t.Any:
+def _port_entry(value: t.Any, key: Key, report: Report) -> t.Any:
     """C(22), as a person writes it, or the whole entry."""
     fields = {"port": _required(_whole(0, 65535), "a port"), "address": _text, "pid": _whole(), "process": _text, "shard": _text, "listening": _flag}
     return _mapping(fields)(value if isinstance(value, t.Mapping) else {"port": value}, key, report)
 
 
-def _device(value: t.Any, key: str, report: Report) -> t.Any:
+def _device(value: t.Any, key: Key, report: Report) -> t.Any:
     return _mapping({"name": _text})(value, key, report) if isinstance(value, t.Mapping) else _text(value, key, report)
 
 
@@ -343,6 +371,7 @@ def _complete_gid(gid: dict[str, t.Any]) -> dict[str, t.Any]:
     return {**gid, "type": "RoCE v2" if "v2" in kind else "IB/RoCE v1" if kind else None, "address": gid["address"] or _address_of(gid["gid"] or "")}
 
 
+@functools.lru_cache(maxsize=PARSED)
 def _address_of(gid: str) -> str | None:
     try:
         address = ipaddress.IPv6Address(gid)

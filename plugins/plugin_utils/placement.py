@@ -194,7 +194,8 @@ def place(
         _fault_all(pool if every else [], findings)
         return None
     _fault_all(ranked, findings, ranked)
-    gpus = {candidate.host: _pick_gpus(candidate, profile, replica, _wanted_ports(candidate, wanted_fabric, named_fabrics or {})) for candidate in ranked}
+    ports = _wanted_ports(ranked, wanted_fabric, named_fabrics or {})
+    gpus = {candidate.host: _pick_gpus(candidate, profile, replica, ports[candidate.host]) for candidate in ranked}
     _check_one_type(ranked, gpus, findings)
     return Placement(tuple(candidate.host for candidate in ranked), gpus, _not_chosen(pool, ranked))
 
@@ -210,17 +211,18 @@ def _on_fabric(good: list[Candidate], profile: Profile, wanted: t.Sequence[str],
     """Of a pool larger than needed, the hosts that have the fabric which the operator named; all of them where too few have it: the plan then says so."""
     if len(good) == profile.nodes or profile.nodes == 1 or not wanted or list(wanted) == ["none"]:
         return good
-    fitting = [candidate for candidate in good if _fabric_keys(candidate, wanted) or _wanted_ports(candidate, wanted, named)]
+    ports = _wanted_ports(good, wanted, named)
+    fitting = [candidate for candidate in good if _fabric_keys(candidate, wanted) or ports[candidate.host]]
     return fitting if len(fitting) >= profile.nodes else good
 
 
-def _wanted_ports(candidate: Candidate, wanted: t.Sequence[str], named: t.Mapping[str, t.Any]) -> set[t.Any]:
-    """Names of the HCAs whose ports the operator's fabric takes on this host; all usable ones where it names none."""
+def _wanted_ports(candidates: t.Sequence[Candidate], wanted: t.Sequence[str], named: t.Mapping[str, t.Any]) -> dict[str, set[t.Any]]:
+    """host -> names of the HCAs whose ports the operator's fabric takes there; all usable ones where it names none."""
     keys = [key for key in wanted if not key.startswith("nvl:")]
     if not keys:
-        return {port["name"] for port in fabrics.usable_ports(candidate.facts)} if not wanted else set()
-    chosen = fabrics.choose(keys, named, {candidate.host: candidate.facts}, {}, {}, Findings())
-    return {port["name"] for port in chosen.ports.get(candidate.host) or ()}
+        return {one.host: {port["name"] for port in fabrics.usable_ports(one.facts)} if not wanted else set() for one in candidates}
+    chosen = fabrics.selected(keys, named, {one.host: one.facts for one in candidates})
+    return {one.host: {port["name"] for port in chosen.get(one.host) or ()} for one in candidates}
 
 
 def _choose_hosts(good: list[Candidate], profile: Profile, leader: str | None, wanted_fabric: t.Sequence[str], findings: Findings) -> list[Candidate] | None:

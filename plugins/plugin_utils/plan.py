@@ -568,10 +568,10 @@ def _shards(
 ) -> list[Shard]:
     leader = ranks[0].endpoint.address if ranks[0].endpoint else ""
     models = _known_models(ranks, profile)
+    everyone = tuple(Peer(one.rank, one.host.name, one.endpoint.address if one.endpoint else "") for one in ranks)
     result = []
     for one in ranks:
         address = one.endpoint.address if one.endpoint else ""
-        peers = tuple(Peer(other.rank, other.host.name, other.endpoint.address if other.endpoint else "") for other in ranks if other is not one)
         result.append(
             Shard(
                 profile=profile,
@@ -582,7 +582,7 @@ def _shards(
                 leader_port=leader_port,
                 http_host=_listens_at(one, options) or address,
                 http_port=options.http_port,
-                peers=peers,
+                everyone=everyone,
                 gpus=one.gpus,
                 build=one.build,
                 python=_python(one),

@@ -28,6 +28,8 @@ def is_unset(value: t.Any) -> bool:
 
 def unprintable(text: str) -> str | None:
     """Names the first character that no environment file, unit or argument may carry, or None."""
+    if text.isprintable():
+        return None
     for character in text:
         if character == "\n":
             return "a newline"

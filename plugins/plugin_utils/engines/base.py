@@ -36,7 +36,7 @@ class Shard:
     leader_port: int
     http_host: str
     http_port: int
-    peers: tuple[Peer, ...]  # all ranks but this one, by rank
+    everyone: tuple[Peer, ...]  # all ranks, by rank; one tuple that all shards share
     gpus: tuple[t.Mapping[str, t.Any], ...]
     build: t.Mapping[str, t.Any]  # {} for an engine that needs no build
     python: str
@@ -48,6 +48,15 @@ class Shard:
     @property
     def is_leader(self) -> bool:
         return self.rank == 0
+
+    @property
+    def has_peers(self) -> bool:
+        return len(self.everyone) > 1
+
+    @property
+    def peers(self) -> tuple[Peer, ...]:
+        """All ranks but this one, by rank: made when an engine lists them, since n lists of n are most of a large plan."""
+        return tuple(peer for peer in self.everyone if peer.rank != self.rank)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +194,7 @@ class Engine:
         ports = []
         if self.serves_http(shard.profile, shard.rank):
             ports.append((shard.http_host, shard.http_port, "HTTP"))
-        if shard.is_leader and shard.peers:
+        if shard.is_leader and shard.has_peers:
             # torch's store listens on every address, whatever the ranks are told (vLLM: *:29501).
             ports.append(("::" if ":" in shard.leader_address else "0.0.0.0", shard.leader_port, "the ranks' rendezvous"))
         return ports

@@ -170,7 +170,7 @@ class Adapter(Engine):
             "-fit",
             "off",
         ]
-        if shard.peers:
+        if shard.has_peers:
             args += ["--rpc", ",".join("%s:%d" % (peer.address, shard.leader_port) for peer in shard.peers)]
         devices = self._devices(shard)
         args += ["--device", ",".join(devices) or "none", "-ngl", "all" if devices else "0"]

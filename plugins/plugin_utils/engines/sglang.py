@@ -286,7 +286,7 @@ class Adapter(Engine):
 
     def _nodes(self, shard: Shard) -> list[str]:
         """On one node the address must not be there: several paths take its presence for more than one node (sglang#22877)."""
-        if not shard.peers:
+        if not shard.has_peers:
             return []
         return [
             "--nnodes",
@@ -302,7 +302,7 @@ class Adapter(Engine):
     def _environment(self, shard: Shard) -> torch_stack.Variables:
         env = torch_stack.environment(shard, "SGLANG_CACHE_DIR", "sglang")
         env["SGLANG_HOST_IP"] = (shard.address, "the rank's own address: its queues bind to it, and other ranks connect to it")
-        if shard.peers:
+        if shard.has_peers:
             env["SGLANG_ZMQ_ALLOWED_PEERS"] = (
                 ",".join(torch_stack.addresses(shard)),
                 "only the replica's hosts: these sockets unpickle what they receive (CVE-2026-93034)",
@@ -320,9 +320,9 @@ class Adapter(Engine):
         if not shard.is_leader:
             return [*ports, (shard.http_host, shard.http_port, "HTTP, health of the rank only")]
         if shard.profile.attention_dp > 1:
-            base = shard.leader_port if shard.peers else self._local_base(shard.http_port)
-            address = shard.leader_address if shard.peers else "127.0.0.1"
-            ports += [(address, base + distance, "attention data parallel") for distance in _ATTENTION_DP_PORTS if distance or not shard.peers]
+            base = shard.leader_port if shard.has_peers else self._local_base(shard.http_port)
+            address = shard.leader_address if shard.has_peers else "127.0.0.1"
+            ports += [(address, base + distance, "attention data parallel") for distance in _ATTENTION_DP_PORTS if distance or not shard.has_peers]
         return ports
 
     @staticmethod

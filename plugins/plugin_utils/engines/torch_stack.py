@@ -74,9 +74,7 @@ def rendezvous_timeout(profile: Profile) -> int:
 
 def addresses(shard: Shard) -> list[str]:
     """The addresses of all ranks, by rank."""
-    everyone = {peer.rank: peer.address for peer in shard.peers}
-    everyone[shard.rank] = shard.address
-    return [address for _rank, address in sorted(everyone.items())]
+    return [peer.address for peer in shard.everyone]
 
 
 def host_port(address: str, port: int) -> str:

@@ -273,7 +273,7 @@ class Adapter(Engine):
         return rank == 0 or profile.dp_mode == "hybrid"
 
     def launches(self, shard: Shard) -> list[Launch]:
-        if shard.profile.distributed != "ray" or not shard.peers:
+        if shard.profile.distributed != "ray" or not shard.has_peers:
             return [self._server(shard)]
         return [self._ray(shard), self._server(shard)] if shard.is_leader else [self._ray(shard)]
 
@@ -295,7 +295,7 @@ class Adapter(Engine):
         for option, value in (("--dtype", profile.dtype), ("--kv-cache-dtype", profile.kv_cache_dtype), ("--quantization", profile.quantization)):
             args += [option, value] if value else []
         args += self._lora(shard) + self._data_parallel(profile, shard) + self._nodes(profile, shard)
-        env, ray = self._environment(shard), profile.distributed == "ray" and bool(shard.peers)
+        env, ray = self._environment(shard), profile.distributed == "ray" and shard.has_peers
         if ray:
             env["RAY_ADDRESS"] = (torch_stack.host_port(shard.leader_address, shard.leader_port), "the Ray cluster that the ranks of this replica form")
             env["VLLM_CONFIG_ROOT"] = (shard.current_dir, "the revision names the variables that Ray may not carry to other ranks (%s)" % NON_CARRY_OVER)
@@ -339,7 +339,7 @@ class Adapter(Engine):
         return args if shard.is_leader else [*args, "--data-parallel-start-rank", str(shard.rank * local), "--headless"]
 
     def _nodes(self, profile: Profile, shard: Shard) -> list[str]:
-        if not shard.peers:
+        if not shard.has_peers:
             return []
         timeout = ["--distributed-timeout-seconds", str(torch_stack.rendezvous_timeout(profile))]
         if profile.distributed == "ray":
@@ -369,7 +369,7 @@ class Adapter(Engine):
         env["VLLM_ENGINE_READY_TIMEOUT_S"] = (str(profile.ready_timeout), "ready_timeout of the profile: API servers would give up on their engine after 600 s")
         if profile.on_cpu and profile.threads:
             env["VLLM_CPU_OMP_THREADS_BIND"] = ("nobind", "threads of the profile counts: vLLM's own binding would set another number")
-        if profile.distributed == "ray" and shard.peers:
+        if profile.distributed == "ray" and shard.has_peers:
             env["RAY_TMPDIR"] = (shard.work_dir, "Ray's sockets and logs below the service's own directory: /tmp/ray belongs to whoever came first")
             env["RAY_USAGE_STATS_ENABLED"] = ("0", "nothing is reported to anybody")
         return env
@@ -396,6 +396,6 @@ class Adapter(Engine):
 
     def revision_files(self, shard: Shard, variables: t.Collection[str]) -> dict[str, str]:
         """vLLM's driver gives its whole environment to Ray's workers on all hosts, the key included, unless the names are in this file (ray_env_utils.py)."""
-        if shard.profile.distributed != "ray" or not shard.peers or not shard.is_leader:
+        if shard.profile.distributed != "ray" or not shard.has_peers or not shard.is_leader:
             return {}
         return {NON_CARRY_OVER: json.dumps(sorted({*variables, "RANKZERO_SHARD"}), indent=1) + "\n"}
