@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -88,7 +89,7 @@ def test_a_follower_that_reboots_rejoins_and_the_whole_replica_serves_again_by_i
         end = state(replica, host)["last_end"]
         assert end["rank"] == 1 and end["kind"] in ("stop", "tie"), end
     looked = play(replica, "replica_status", ":".join(HOSTS)).stdout
-    assert "it serves tiny, 2 of 2 GPUs hold their share" in looked, looked
+    assert "Replica lab: ready" in looked and len(re.findall(r"^  \d +f\d +ready +yes +active", looked, re.MULTILINE)) == len(HOSTS), looked
 
 
 def test_a_cut_shorter_than_the_limit_keeps_serving(replica: Lab) -> None:
