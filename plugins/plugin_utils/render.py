@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import re
@@ -55,11 +56,17 @@ def render(shard: Plan, templates: t.Mapping[str, str], programs: t.Mapping[str,
 
 def render_template(text: str, values: t.Mapping[str, t.Any]) -> str:
     """Plain Jinja2 with strict undefined names: values are data, never templates."""
+    return _compiled(text).render(values)
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(text: str) -> jinja2.Template:
+    """Compiling costs a hundred times what rendering does, and all shards of a plan have the same three templates."""
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False)
     environment.filters.update(
         env_value=env_value, unit_word=unit_word, unit_text=unit_text, supervisor_word=supervisor_word, supervisor_text=supervisor_text, comment=comment
     )
-    return environment.from_string(text).render(values)
+    return environment.from_string(text)
 
 
 def shared_environment(launches: t.Sequence[Plan]) -> dict[str, str]:
