@@ -54,12 +54,15 @@ class ActionModule(ActionBase):
         shard = hostvars.plain(self._arguments["shard"])
         if not shard:
             return self._absent(["the plan has no shard on this host"])
+        planned = shard.get("converge")
+        if planned and not planned["reasons"]:
+            return self._converged(shard, [])  # the plan of this very run has rendered and compared it
         rendered = render.render(shard, {name: collection_files.template(name) for name in collection_files.TEMPLATES}, self._programs(shard))
         own = convergence.reasons(self._record, shard, rendered)
-        converge = shard.get("converge") or {"reasons": own, "restart": False}
+        converge = planned or {"reasons": own, "restart": False}
         reasons = converge["reasons"]
         if not reasons or (own in ([], [convergence.UNPROVEN]) and not converge["restart"]):
-            return {"changed": bool(reasons), "actions": [], "reasons": reasons, "revision": shard["fingerprint"], "remote_calls": 0}
+            return self._converged(shard, reasons)
         result = self._call(
             target=shard["fingerprint"],
             fingerprint=shard["fingerprint"],
@@ -75,6 +78,10 @@ class ActionModule(ActionBase):
         if not result.get("failed"):
             result["changed"] = True
         return result
+
+    def _converged(self, shard: t.Mapping[str, t.Any], reasons: list[str]) -> dict[str, t.Any]:
+        """Nothing to do but to prove it, where C(reasons) says that it is not proven; a lock that a dead run has left goes all the same."""
+        return {**self._unlocked(), "changed": bool(reasons), "reasons": reasons, "revision": shard["fingerprint"]}
 
     def _restored(self) -> dict[str, t.Any]:
         """To a kept revision that was asked for, or back to what node facts saw before this run changed anything."""

@@ -8,10 +8,11 @@ calls of one run the file's content holds it: it names the run, and lasts LEASE_
 
 The content is one JSON mapping, padded to CONTENT_BYTES and written by one call, so that whoever reads it sees the old or the new text:
 
-    {schema: 1, owner, who, controller, target: fingerprint|null, since: epoch seconds, boot_id, expires: seconds since boot}
+    {schema: 1, owner, who, controller, target: fingerprint|null, since: epoch seconds, boot_id, expires: seconds since boot, done: bool}
 
 C(owner) is a random id of the run, C(who) is for people, C(controller) lets the same controller see that a run of its own has ended
-(plugin_utils/run_identity.py), C(target) is the revision that the run wants.
+(plugin_utils/run_identity.py), C(target) is the revision that the run wants. With C(done) the run has proven its shard here and holds nobody up any
+more; until another run takes the lock, it may still come back, to undo what it did when another rank fails.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class Lease:
             raise Held(self._replica, _shown(found, busy=False))
         return True
 
-    def _write(self, descriptor: int) -> None:
+    def _write(self, descriptor: int, done: bool = False) -> None:
         terms = self._terms
         found = _read(descriptor)
         mine: Content = found if found.get("owner") == terms["owner"] else {}
@@ -128,7 +129,8 @@ class Lease:
                 **told,
                 "since": mine.get("since") or time.time(),
                 "boot_id": _boot_id(),
-                "expires": _clock() + LEASE_SECONDS,
+                "expires": _clock() + (0 if done else LEASE_SECONDS),
+                "done": done,
             },
         )
 
@@ -139,6 +141,9 @@ class Lease:
 
     def renew(self) -> None:
         """Prolong the lease of this run, if it has one, without waiting for anything."""
+        self._rewrite()
+
+    def _rewrite(self, done: bool = False) -> None:
         if not self._terms.get("owner"):
             return
         try:
@@ -147,9 +152,13 @@ class Lease:
             return  # no lease: this run has changed nothing here
         try:
             if _flock(descriptor, fcntl.LOCK_EX) and _read(descriptor).get("owner") == self._terms["owner"]:
-                self._write(descriptor)
+                self._write(descriptor, done)
         finally:
             os.close(descriptor)
+
+    def finish(self) -> None:
+        """Hold nobody up any more, if this run has a lease: what it wanted here is done and proven. The next call of the run takes it up again."""
+        self._rewrite(done=True)
 
     def release(self) -> None:
         """Give the lock up, and remove what it was made of. Call C(take) first."""
@@ -169,7 +178,7 @@ class Lease:
 def read(root: str) -> t.Dict[str, Content]:
     """C({replica: {owner, who, since, until, live, busy, target, controller}}) for every lock on a host, for node facts.
 
-    C(live): a run holds it now. One that is not live was left by a run that ended before its time.
+    C(live): a run holds it now. One that is not live was left by a run that ended before its time; those of runs that have done their work are left out.
     """
     folder = "%s/run/rankzero" % root.rstrip("/")
     found = {}
@@ -190,7 +199,8 @@ def _look(path: str) -> t.Optional[Content]:
         return {**_shown({}, busy=False), "live": None}  # not ours to read: unknown
     try:
         busy = not _flock(descriptor, fcntl.LOCK_SH)
-        return _shown(_read(descriptor), busy)
+        content = _read(descriptor)
+        return None if content.get("done") is True and not busy else _shown(content, busy)
     finally:
         os.close(descriptor)
 

@@ -262,6 +262,8 @@ def main() -> None:
     changed = False
     if waits and options["mark"]:
         changed, verdict = observation.mark(observer.places, seen, verdict)
+        if verdict["ready"]:
+            lease.finish()
     module.exit_json(changed=changed, **observation.report(observer.places, seen, verdict))
 
 

@@ -141,11 +141,11 @@ def sessions(lab: Lab, names: list[str], work: Callable[[], Any]) -> dict[str, l
 
 
 def test_round_trips_of_a_deploy(simulated: Lab) -> None:
-    """A first deploy costs four sessions on each host (facts, write, gate, lock), and a poll now and then; a converged one a single one."""
+    """A first deploy costs three sessions on each host (facts, write, gate), and a poll now and then; a converged one a single one."""
     names, variables = ["n1", "n2"], {"replica_profile": SIMULATED}
     first = sessions(simulated, names, lambda: succeeded(play(simulated, "deploy_replica", "n1:n2", **variables)))
     for name in names:
-        assert set(first[name]) == {"command"} and 4 <= len(first[name]) <= 7, first
+        assert set(first[name]) == {"command"} and 3 <= len(first[name]) <= 6, first
     second = sessions(simulated, names, lambda: changes(succeeded(play(simulated, "deploy_replica", "n1:n2", **variables))) == {"n1": 0, "n2": 0})
     assert second == {"n1": ["command"], "n2": ["command"]}, second
     removal = sessions(simulated, names, lambda: succeeded(play(simulated, "remove_replica", "n1:n2")))

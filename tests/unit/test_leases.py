@@ -96,6 +96,27 @@ def test_what_a_run_undoes_is_only_its_own(tmp_path: pathlib.Path) -> None:
     assert lease(tmp_path, "a", only_own=True).take()
 
 
+def test_a_run_that_has_proven_its_shard_holds_nobody_up_and_may_still_undo_it(tmp_path: pathlib.Path) -> None:
+    """The gate ends the lease of a rank that is ready. Another rank may still fail, so the run can come back, unless another one took the lock meanwhile."""
+    first = lease(tmp_path, "a")
+    first.take()
+    done(first)
+    lease(tmp_path, "b").finish()
+    assert leases.read(str(tmp_path))["glm"]["live"] is True, "a run ends its own lease only"
+    lease(tmp_path, "a").finish()
+    assert leases.read(str(tmp_path)) == {}
+    undoing = lease(tmp_path, "a", only_own=True)
+    assert undoing.take() and leases.read(str(tmp_path))["glm"]["live"] is True
+    done(undoing)
+    with pytest.raises(Held):
+        lease(tmp_path, "b").take()
+    lease(tmp_path, "a").finish()
+    other = lease(tmp_path, "b")
+    assert other.take() and leases.read(str(tmp_path))["glm"]["owner"] == "b"
+    done(other)
+    assert not lease(tmp_path, "a", only_own=True).take(), "another run's by now"
+
+
 def test_a_lock_of_another_boot_and_a_damaged_one_are_over(tmp_path: pathlib.Path) -> None:
     first = lease(tmp_path, "a")
     first.take()
