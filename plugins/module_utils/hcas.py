@@ -25,6 +25,7 @@ STATES = {0: "nop", 1: "down", 2: "init", 3: "armed", 4: "active", 5: "active_de
 PHYS_STATES = {1: "sleep", 2: "polling", 3: "disabled", 4: "training", 5: "link_up", 6: "link_error_recovery", 7: "phy_test"}
 NODE_TYPES = {1: "ca", 2: "switch", 3: "router", 4: "rnic", 5: "usnic", 6: "usnic_udp", 7: "unspecified"}
 AMAZON = 0x1D0F
+EMPTY_SLOT = ":".join(["0000"] * 8)
 
 STATE_ADVICE = {
     "down": "check the cable, the switch port and the module",
@@ -282,8 +283,10 @@ def read_gids(path: str, layer: str, errors: dict[str, str]) -> list[Facts]:
     the walk, for the first filled slot may be 12 (NVIDIA/nccl#551, #1573, #1587).
     """
     found = []
-    for index in sorted(int(name) for name in small_files.names(os.path.join(path, "gids")) if re.match(r"^[0-9]{1,6}$", name)):
+    for index in slots(os.path.join(path, "gids")):
         gid, problem = small_files.read_text(os.path.join(path, "gids", str(index)))
+        if gid == EMPTY_SLOT:
+            continue  # mlx5 shows 256 slots for each port
         address = parse_gid(gid)
         if address is None:
             note(errors, "gids/%d" % index, None, problem or "gids/%d holds %r, which is no GID" % (index, (gid or "")[:40]))
@@ -301,6 +304,14 @@ def read_gids(path: str, layer: str, errors: dict[str, str]) -> list[Facts]:
                 }
             )
     return found
+
+
+def slots(path: str) -> list[int]:
+    """The numbers of a GID table's slots; none where it cannot be listed."""
+    try:
+        return sorted(int(name) for name in os.listdir(path) if name.isascii() and name.isdigit() and len(name) <= 6)
+    except OSError:
+        return []
 
 
 def parse_gid(value: str | None) -> ipaddress.IPv6Address | None:

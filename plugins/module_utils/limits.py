@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import glob
 import os
 import re
 from typing import Any, Union
@@ -154,7 +153,9 @@ def parse_nccl_conf(text: str) -> dict[str, str]:
 
 def service_home_files(replica_root: str) -> list[str]:
     """`.nccl.conf` in the home of a shard, which is its working directory: NCCL takes HOME from the environment, not from the user database."""
-    return sorted(glob.glob(os.path.join(glob.escape(replica_root), "var", "lib", "rankzero", "*", ".nccl.conf")), key=small_files.natural_key)
+    homes = os.path.join(replica_root, "var", "lib", "rankzero")
+    found = [os.path.join(homes, name, ".nccl.conf") for name in small_files.names(homes) if not name.startswith(".")]
+    return [path for path in found if os.path.lexists(path)]
 
 
 # ---- GPUDirect RDMA
@@ -165,7 +166,8 @@ def gpudirect(proc_root: str, sysfs_root: str) -> Facts:
 
     `dmabuf` is null without a loaded NVIDIA module. It needs the open kernel modules.
     """
-    peers = glob.glob(os.path.join(glob.escape(sysfs_root), "kernel", "mm", "memory_peers", "nv*", "version"))
+    older = os.path.join(sysfs_root, "kernel", "mm", "memory_peers")
+    peers = [name for name in small_files.names(older) if name.startswith("nv") and os.path.lexists(os.path.join(older, name, "version"))]
     peermem = bool(peers) or os.path.exists(os.path.join(sysfs_root, "module", "nvidia_peermem", "version"))
     driver = small_files.read_text(os.path.join(proc_root, "driver", "nvidia", "version"))[0]
     kernel = re.match(r"^([0-9]{1,4})\.([0-9]{1,4})", small_files.read_text(os.path.join(proc_root, "sys", "kernel", "osrelease"))[0] or "")

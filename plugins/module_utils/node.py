@@ -21,6 +21,7 @@ from ansible_collections.rankzero.inference.plugins.module_utils import (
     network,
     nvidia,
     ports,
+    processes,
     shard_records,
     small_files,
     topology,
@@ -36,14 +37,15 @@ def read(options: Mapping[str, Any], run_command: RunCommand) -> Facts:
     """`ansible_facts.inference_node` (docs/architecture.md). `options` are those of the module node_facts."""
     proc, sysfs, dev = options["proc_root"], options["sysfs_root"], options["dev_root"]
     run = without_failing(run_command)
+    table = processes.ProcessTable(proc)  # a GPU node has thousands of processes: one look serves all readers
     machine = host.read(proc)
     wires = network.read(sysfs, options["network_state"])
-    gpus = nvidia.read(proc, sysfs)
+    gpus = nvidia.read(proc, sysfs, table)
     ports_of_hcas = hcas.read(sysfs, dev, wires["interfaces"])
     allowed = limits.read(proc, sysfs, dev, options["replica_root"], machine["service_manager"])
     # IMEX is asked for below the directory that holds dev: / on a real host.
     allowed["imex"] = imex.read(run, os.path.dirname(os.path.abspath(dev)), proc)
-    taken, unprobed = ports.read(proc, options["probe_ports"], allowed["ephemeral_ports"])
+    taken, unprobed = ports.read(proc, options["probe_ports"], allowed["ephemeral_ports"], table)
     machine["errors"].update(wires["errors"])
     machine["errors"].update(unprobed)
     return {
@@ -62,10 +64,10 @@ def read(options: Mapping[str, Any], run_command: RunCommand) -> Facts:
         "engines": engine_builds.read(options["replica_root"]),
         "models": describe_models(options, machine["service_manager"]),
         "ports_in_use": taken,
-        "shards": shard_records.read(options["replica_root"], proc, run),
+        "shards": shard_records.read(options["replica_root"], proc, run, table=table),
         "cordoned": shard_records.cordoned(options["replica_root"]),
         "locks": leases.read(options["replica_root"]),
-        "traces": traces.read(options["replica_root"], proc),
+        "traces": traces.read(options["replica_root"], proc, table=table),
     }
 
 

@@ -25,7 +25,6 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from importlib import metadata
 from typing import Any, NamedTuple
 
 from ansible_collections.rankzero.inference.plugins.module_utils import processes as process_facts
@@ -113,7 +112,7 @@ class Gpu:
         self.answers, self.index, self.handle, self.address, self.pci = answers, index, handle, address, pci
 
 
-def read(proc_root: str = "/proc", sysfs_root: str = "/sys") -> dict[str, Any]:
+def read(proc_root: str = "/proc", sysfs_root: str = "/sys", table: process_facts.ProcessTable | None = None) -> dict[str, Any]:
     """`{gpus, drivers_nvidia, gpu_gpu}` in the shapes of docs/architecture.md.
 
     `gpus` are in NVML's order, each MIG instance after its parent (with the parent's index), GPUs that NVML does not list at the end.
@@ -129,7 +128,7 @@ def read(proc_root: str = "/proc", sysfs_root: str = "/sys") -> dict[str, Any]:
         system = Answers(nvml)
         _read_versions(system, driver)
         found = _find_gpus(system, pci)
-        table = process_facts.ProcessTable(proc_root)
+        table = table or process_facts.ProcessTable(proc_root)
         gpus = []
         for gpu in found:
             gpus.extend(_gpu_facts(gpu, proc_root, table) if gpu.handle is not None else [_unanswered(gpu, None)])
@@ -197,7 +196,7 @@ def load_binding() -> tuple[Any, Condition, dict[str, Any] | None]:
             spec = importlib.util.find_spec("pynvml")
             if spec is None:
                 return None, Condition("binding_missing", f"the Python module pynvml is missing for {python}", install), None
-            facts = {"version": _distribution_version(), "path": spec.origin}
+            facts = {"version": _distribution_version(spec.origin), "path": spec.origin}
             if not spec.origin or os.path.basename(spec.origin) != "pynvml.py":
                 return None, Condition("binding_wrong", f"pynvml is not the one of nvidia-ml-py: {spec.origin or 'a bare folder'}", replace), facts
             module = importlib.import_module("pynvml")
@@ -336,11 +335,14 @@ def _library_version(path: str | None) -> str | None:
     return found.group(1) if found else None
 
 
-def _distribution_version() -> str | None:
+def _distribution_version(origin: str | None) -> str | None:
+    """The version of nvidia-ml-py, by the folder of its metadata beside it: importlib.metadata alone takes as long to import as reading all GPUs."""
     try:
-        return metadata.version("nvidia-ml-py")
-    except metadata.PackageNotFoundError:
+        names = os.listdir(os.path.dirname(origin or ""))
+    except OSError:
         return None
+    found = [re.match(r"nvidia_ml_py-([^-]+)\.(?:dist|egg)-info$", name) for name in names if name.startswith("nvidia_ml_py-")]
+    return next((match.group(1) for match in found if match), None)
 
 
 # ---------------------------------------------------------------- which GPUs there are

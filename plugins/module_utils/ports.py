@@ -16,14 +16,16 @@ from ansible_collections.rankzero.inference.plugins.module_utils import processe
 Facts = dict[str, Any]
 
 
-def read(proc_root: str, probe_ports: Iterable[int], ephemeral: list[int] | None) -> tuple[list[Facts], dict[str, str]]:
+def read(
+    proc_root: str, probe_ports: Iterable[int], ephemeral: list[int] | None, table: processes.ProcessTable | None = None
+) -> tuple[list[Facts], dict[str, str]]:
     """`ports_in_use` of docs/architecture.md by port, and reasons for ports that could not be probed.
 
     The outgoing connections of a busy host are left out: those whose port is in the ephemeral range, unless that port is asked for.
     """
     probed = sorted(set(probe_ports))
-    table = processes.ProcessTable(proc_root)
-    rows = [describe(row, table) for row in processes.listening_sockets(proc_root) if is_worth_telling(row, probed, ephemeral)]
+    table = table or processes.ProcessTable(proc_root)
+    rows = [describe(row, table) for row in processes.listening_sockets(proc_root, table) if is_worth_telling(row, probed, ephemeral)]
     errors: dict[str, str] = {}
     known = {row["port"] for row in rows}
     for port in probed:

@@ -19,6 +19,7 @@ A process belongs to a shard by the first of these that speaks:
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import os
 import pwd
@@ -50,6 +51,7 @@ class ProcessTable:
         self.proc_root = proc_root
         self._stat: dict[int, tuple[int, int, int] | None] = {}
         self._marker: dict[int, Shard | None] = {}
+        self._shard: dict[int, Shard | None] = {}
         self._pids: list[int] | None = None
 
     def pids(self) -> list[int]:
@@ -80,7 +82,9 @@ class ProcessTable:
 
     def shard_of(self, pid: int) -> Shard | None:
         """The shard that a process belongs to, by the rules at the top of this file."""
-        return self.marker(pid) or self._of_ancestors(pid) or self._of_session(pid) or self._of_unit(pid)
+        if pid not in self._shard:
+            self._shard[pid] = self.marker(pid) or self._of_ancestors(pid) or self._of_session(pid) or self._of_unit(pid)
+        return self._shard[pid]
 
     def _of_ancestors(self, pid: int) -> Shard | None:
         for _step in range(_DEPTH):
@@ -103,7 +107,8 @@ class ProcessTable:
         return next((marker for marker in map(self.marker, members) if marker), None)
 
     def _of_unit(self, pid: int) -> Shard | None:
-        found = _UNIT.search(_text(self.proc_root, str(pid), "cgroup"))
+        groups = _text(self.proc_root, str(pid), "cgroup")
+        found = _UNIT.search(groups) if "inference-" in groups else None
         return Shard(found.group(1), None, None) if found else None
 
 
@@ -120,14 +125,14 @@ def shard_name(shard: Shard | None) -> str | None:
     return "{}/{}".format(shard.replica, "?" if shard.rank is None else shard.rank)
 
 
-def shard_pids(replica: str, rank: int, proc_root: str = "/proc", sessions: Iterable[int] = ()) -> list[int]:
+def shard_pids(replica: str, rank: int, proc_root: str = "/proc", sessions: Iterable[int] = (), table: ProcessTable | None = None) -> list[int]:
     """Every process of one shard, ascending.
 
     `sessions` are ids of sessions known to be the shard's: run_shard.py makes each launch the leader of a session, so the pids of the
     launches in state.json find orphans of a killed engine that overwrote their environment. A process whose marker names another
     replica or rank is never listed.
     """
-    table, known = ProcessTable(proc_root), set(sessions)
+    table, known = table or ProcessTable(proc_root), set(sessions)
     return [pid for pid in table.pids() if _is_member(table, pid, replica, rank, known)]
 
 
@@ -158,14 +163,14 @@ def describe(pid: int, proc_root: str = "/proc", table: ProcessTable | None = No
     }
 
 
-def listening_sockets(proc_root: str = "/proc") -> list[dict[str, Any]]:
+def listening_sockets(proc_root: str = "/proc", table: ProcessTable | None = None) -> list[dict[str, Any]]:
     """`[{port, address, pid, listening}]`: every local TCP port in use, by port and address.
 
     `listening` is False for a port that a connection uses (an outgoing one may hold the very port that a service wants). pid is None
     where the owner cannot be seen. Connections of a listener on the same port are not listed apart.
     """
     sockets = [socket for socket in _sockets(proc_root) if socket.state not in _TCP_HOLDS_NO_PORT]
-    owners = _owners(proc_root, {socket.inode for socket in sockets})
+    owners = _owners(proc_root, {socket.inode for socket in sockets}, table.pids() if table else None)
     listening = {(s.port, s.address, owners.get(s.inode)) for s in sockets if s.state == _TCP_LISTEN}
     served = {port for port, _address, _pid in listening}
     others = {(s.port, s.address, owners.get(s.inode)) for s in sockets if s.port not in served}
@@ -213,6 +218,7 @@ def _parse_socket(words: list[str]) -> _Socket | None:
         return None
 
 
+@functools.lru_cache(maxsize=1024)
 def _address(text: str) -> str:
     """An address that the kernel printed as 32-bit words in the byte order of the machine; IPv4 in IPv6 is shown as IPv4."""
     words = [int(text[start : start + 8], 16).to_bytes(4, sys.byteorder) for start in range(0, len(text), 8)]
@@ -226,7 +232,7 @@ def _owners(proc_root: str, inodes: set[int], pids: list[int] | None = None) -> 
     for pid in ProcessTable(proc_root).pids() if pids is None else pids:
         folder = os.path.join(proc_root, str(pid), "fd")
         for name in _names(folder):
-            inode = _socket_inode(os.path.join(folder, name))
+            inode = _socket_inode(f"{folder}/{name}")
             if inode in inodes:
                 owners.setdefault(inode, pid)
     return owners
@@ -249,7 +255,7 @@ def _names(folder: str) -> list[str]:
 
 def _bytes(*parts: str) -> bytes:
     try:
-        with open(os.path.join(*parts), "rb") as stream:
+        with open("/".join(parts), "rb", buffering=0) as stream:
             return stream.read()
     except OSError:  # ESRCH too: the process ended between open and read
         return b""
@@ -273,7 +279,7 @@ def _parse_stat(text: str) -> tuple[int, int, int] | None:
 
 
 def _parse_marker(environ: bytes) -> Shard | None:
-    for entry in environ.split(b"\0"):
+    for entry in environ.split(b"\0") if MARKER in environ else ():
         if entry.startswith(MARKER):
             parts = entry[len(MARKER) :].decode("utf-8", "replace").split("/", 2)
             if len(parts) == 3 and parts[0] and parts[1].isdecimal():

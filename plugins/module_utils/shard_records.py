@@ -27,7 +27,9 @@ MOST_FILES = 500
 CLOCK_TOLERANCE = 5.0  # seconds between the start of a process by /proc and by its own record; /proc counts from a coarse boot time
 
 
-def read(replica_root: str, proc_root: str, run_command: RunCommand, unit_directory: str = UNIT_DIRECTORY) -> dict[str, Facts]:
+def read(
+    replica_root: str, proc_root: str, run_command: RunCommand, unit_directory: str = UNIT_DIRECTORY, table: processes.ProcessTable | None = None
+) -> dict[str, Facts]:
     """`{replica: shard}` in the shape of `shards` in docs/architecture.md, with `errors: {file: sentence}` beside, and what keeps a replica
     in its place when it is planned again: `gpus` (UUIDs), `leader_port`, `http_port`,
     `tie_port`, `run_ports`; and `tie_id`, by which keys of the tie can be told apart.
@@ -37,7 +39,7 @@ def read(replica_root: str, proc_root: str, run_command: RunCommand, unit_direct
     base = os.path.join(replica_root, "etc", "rankzero")
     replicas = [name for name in small_files.names(base) if is_replica(base, name)]
     units = systemd_units([name for name in replicas if os.path.lexists(unit_path(unit_directory, name))], run_command)
-    return {name: read_shard(replica_root, name, proc_root, units.get(name), unit_directory) for name in replicas}
+    return {name: read_shard(replica_root, name, proc_root, units.get(name), unit_directory, table) for name in replicas}
 
 
 def is_replica(base: str, name: str) -> bool:
@@ -58,7 +60,14 @@ def cordoned(replica_root: str) -> Facts | None:
 # ---- one shard
 
 
-def read_shard(replica_root: str, replica: str, proc_root: str, unit: Facts | None, unit_directory: str = UNIT_DIRECTORY) -> Facts:
+def read_shard(
+    replica_root: str,
+    replica: str,
+    proc_root: str,
+    unit: Facts | None,
+    unit_directory: str = UNIT_DIRECTORY,
+    table: processes.ProcessTable | None = None,
+) -> Facts:
     """The record of one replica's shard. `unit` is what systemd says of it, None when there is no such unit."""
     errors: dict[str, str] = {}
     base = os.path.join(replica_root, "etc", "rankzero", replica)
@@ -98,7 +107,7 @@ def read_shard(replica_root: str, replica: str, proc_root: str, unit: Facts | No
         shard["stage"] = "stopped"
     shard.update(readiness(os.path.join(run, "ready.json"), shard, errors))
     if shard["rank"] is not None:
-        shard["pids"] = pids(replica, shard["rank"], state, supervisor, proc_root)
+        shard["pids"] = pids(replica, shard["rank"], state, supervisor, proc_root, table)
     return shard
 
 
@@ -113,11 +122,11 @@ def readiness(path: str, shard: Facts, errors: dict[str, str]) -> Facts:
     return {"ready": bool(same_run and same_revision and shard["unit"]["active"]), "evidence": evidence if isinstance(evidence, dict) else None}
 
 
-def pids(replica: str, rank: int, state: Facts, supervisor: int | None, proc_root: str) -> list[int]:
+def pids(replica: str, rank: int, state: Facts, supervisor: int | None, proc_root: str, table: processes.ProcessTable | None = None) -> list[int]:
     """All processes of the shard, with the run_shard.py above them."""
     # A launch's pid names its session, also when the launch itself was killed; after a reboot it may be anybody's.
     sessions = [entry["pid"] for entry in entries(state.get("launches")) if whole(entry.get("pid"))] if supervisor else []
-    found = set(processes.shard_pids(replica, rank, proc_root, sessions))
+    found = set(processes.shard_pids(replica, rank, proc_root, sessions, table))
     return sorted(found | ({supervisor} if supervisor else set()))
 
 

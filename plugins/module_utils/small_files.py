@@ -19,7 +19,8 @@ MAX_BYTES = 64 * 1024
 
 def clean(text: str) -> str:
     """`text` in one line, without control characters, so that hardware cannot write to somebody's terminal."""
-    return "".join(character if character.isprintable() else " " for character in text).strip()
+    text = text.strip()
+    return text if text.isprintable() else "".join(character if character.isprintable() else " " for character in text).strip()
 
 
 def read_bytes(path: str, limit: int = MAX_BYTES) -> tuple[bytes | None, str | None]:

@@ -22,9 +22,9 @@ NO_REPLICA = ("engines.d", "facts.d")
 _UNIT_PREFIX, _UNIT_SUFFIX = "inference-", ".service"
 
 
-def read(replica_root: str, proc_root: str = "/proc", unit_directory: str = UNIT_DIRECTORY) -> dict[str, Any]:
+def read(replica_root: str, proc_root: str = "/proc", unit_directory: str = UNIT_DIRECTORY, table: processes.ProcessTable | None = None) -> dict[str, Any]:
     """`{replicas: {name: {unit: path|null, pids: [], paths: []}}, made_users: []}`: everything on this host that a removal would take."""
-    table = processes.ProcessTable(proc_root)
+    table = table or processes.ProcessTable(proc_root)
     found: dict[str, dict[str, Any]] = {}
     for name in _names(replica_root, unit_directory) | _marked_names(table):
         store = Revisions(replica_root, name)
