@@ -177,7 +177,18 @@ def prepare(engine: str) -> tuple[str, fleet.Fleet]:
         problem = probe(directory, model) if directory else "it is not there"
         if directory and not problem:
             hosts = llama_fleet(model, key_file)
-            if deploy(hosts, "check_engines", "-e", "engine_name=llamacpp", "-e", f"engine_path={directory}", "-e", "replica_become=false"):
+            if deploy(
+                hosts,
+                "check_engines",
+                "-e",
+                "engine_name=llamacpp",
+                "-e",
+                f"engine_path={directory}",
+                "-e",
+                "engine_all_gpus=false",
+                "-e",
+                "replica_become=false",
+            ):
                 raise SystemExit("The build of llama.cpp could not be registered; see above.")
             return engine, hosts
         say(f"The prebuilt llama-server cannot be used on this machine: {problem}.")

@@ -1,16 +1,17 @@
 # Copyright (c) 2026 The rankzero.inference authors
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""Action plugin: asks the engine's adapter which programs a build has, and lets the module look at them on the host."""
+"""Action plugin: asks the engine's adapter which programs a build has, lets the module look at them on the host, and sends an archive that it needs."""
 
 from __future__ import annotations
 
 import typing as t
 
-from ansible.errors import AnsibleActionFail
+from ansible.errors import AnsibleActionFail, AnsibleError
 from ansible.plugins.action import ActionBase
 from ansible.utils.display import Display
 
+from ansible_collections.rankzero.inference.plugins.module_utils import models
 from ansible_collections.rankzero.inference.plugins.plugin_utils import engines, hostvars
 from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings, report
 
@@ -19,10 +20,18 @@ ARGUMENTS: dict[str, t.Any] = {
     "engine": {"type": "str", "required": True},
     "name": {"type": "str", "default": "default"},
     "path": {"type": "str"},
+    "install": {"type": "dict"},
     "env": {"type": "dict", "default": {}},
+    "all_gpus": {"type": "bool", "default": True},
     "state": {"type": "str", "choices": ["present", "absent"], "default": "present"},
+    "rollbacks": {"type": "bool", "default": True},
     "replica_root": {"type": "str", "default": "/"},
 }
+
+
+def _set(arguments: t.Mapping[str, t.Any]) -> dict[str, t.Any]:
+    """Those that are set, as plain values: a survey's empty answer is none."""
+    return {key: hostvars.plain(value) for key, value in arguments.items() if hostvars.text(value) is not None}
 
 
 class ActionModule(ActionBase):
@@ -38,21 +47,52 @@ class ActionModule(ActionBase):
             raise AnsibleActionFail(report(findings.faults, "The build cannot be registered"))
         if not adapter.needs_build:
             raise AnsibleActionFail("engine %s needs no build: it is part of the collection" % adapter.name)
-        more = {
+        more: dict[str, t.Any] = {
             "programs": list(adapter.programs),
             "optional_programs": list(adapter.optional_programs),
             "version_args": list(adapter.version_args),
             "devices_args": list(adapter.devices_args) or None,
+            "python": adapter.is_python,
         }
-        arguments = {key: hostvars.plain(value) for key, value in arguments.items() if hostvars.text(value) is not None}
-        result = dict(
-            self._execute_module(
-                module_name="rankzero.inference.engine_build", module_args={**arguments, "engine": adapter.name, "adapter": more}, task_vars=task_vars
-            )
-        )
+        arguments = _set(arguments)
+        if isinstance(arguments.get("install"), dict):
+            arguments["install"] = _set(arguments["install"])
+        local = self._local_archive(arguments)
+        call = {**arguments, "engine": adapter.name, "adapter": {**more, "needs_transfer": local is not None}}
+        result = self._ask(call, task_vars)
+        if result.pop("needs_archive", False) and local:
+            result = self._with_archive(local, call, task_vars)
         if result.get("build"):
             display.display(self._seen(str((task_vars or {}).get("inventory_hostname")), result["build"]))
         return result
+
+    def _ask(self, arguments: t.Mapping[str, t.Any], task_vars: t.Any) -> dict[str, t.Any]:
+        return dict(self._execute_module(module_name="rankzero.inference.engine_build", module_args=dict(arguments), task_vars=task_vars))
+
+    def _local_archive(self, arguments: t.Mapping[str, t.Any]) -> str | None:
+        """The archive on the controller, which is there before anything is done on a host; None for one that the hosts fetch themselves."""
+        install = arguments.get("install") or {}
+        archive = str(install.get("archive") or "")
+        if install.get("method") not in ("archive", "source") or not archive or "://" in archive or arguments.get("state") == "absent":
+            return None
+        try:
+            path = str(self._find_needle("files", archive))
+        except AnsibleError as error:
+            raise AnsibleActionFail("install.archive: there is no file %s on the controller" % archive) from error
+        seen, wanted = models.sha256(path), str(install.get("sha256") or "")
+        if wanted and seen != wanted:
+            raise AnsibleActionFail("install.sha256: %s has sha256 %s, and %s is wanted" % (path, seen, wanted))
+        return path
+
+    def _with_archive(self, local: str, arguments: t.Mapping[str, t.Any], task_vars: t.Any) -> dict[str, t.Any]:
+        """Once more, with the archive in the task's own directory, which Ansible removes."""
+        shell = self._connection._shell
+        if shell.tmpdir is None:
+            self._make_tmp_path()
+        remote = shell.join_path(shell.tmpdir, "archive")
+        self._transfer_file(local, remote)
+        self._fixup_perms2((shell.tmpdir, remote))
+        return self._ask({**arguments, "adapter": {**arguments["adapter"], "archive": remote}}, task_vars)
 
     @staticmethod
     def _seen(host: str, build: t.Mapping[str, t.Any]) -> str:

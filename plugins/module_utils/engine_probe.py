@@ -1,7 +1,7 @@
 # Copyright (c) 2026 The rankzero.inference authors
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""Ask the programs of an engine build what they are: version, devices, and a fingerprint of their files.
+"""Ask the programs of an engine build what they are: version, devices, Python packages, and a fingerprint of their files.
 
 Programs are asked in a clean environment and in C(/): llama.cpp loads backends from the current directory (ggml-backend-reg.cpp).
 """
@@ -9,8 +9,10 @@ Programs are asked in a clean environment and in C(/): llama.cpp loads backends 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
+import shlex
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,6 +27,47 @@ CLEAN_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 TIMED_OUT = 124  # timeout(1)
+
+# What is installed beside a build's Python. RECORD lists every file of a package with its hash, so its own hash stands for them all.
+_PACKAGES = r"""
+import hashlib, importlib.metadata, json, platform, re
+found = {}
+for package in importlib.metadata.distributions():
+    name = re.sub(r"[-_.]+", "-", package.metadata["Name"] or "").lower()
+    if name and name not in found:
+        record = package.read_text("RECORD") or ""
+        # Scripts name the directory, and pip's own notes say where a package came from: neither is the package.
+        lines = sorted(line for line in record.splitlines()
+                       if ",sha256=" in line and not re.match(r"\.\.|[^,]*\.dist-info/(direct_url\.json|INSTALLER|REQUESTED),", line))
+        found[name] = [package.version, hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]]
+print(json.dumps({"python": platform.python_version(), "packages": found}))
+"""
+# CUDA's devices as the build's own PyTorch sees them. Older releases have no uuid.
+_TORCH_DEVICES = r"""
+import json, torch
+found = []
+for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+    properties = torch.cuda.get_device_properties(index)
+    uuid = getattr(properties, "uuid", None)
+    found.append({"name": "CUDA%d" % index, "description": properties.name, "total_mib": properties.total_memory // 1048576,
+                  "uuid": "GPU-%s" % uuid if uuid else None})
+print(json.dumps(found))
+"""
+# Packages whose versions decide how ranks work together, shown by name where ranks differ.
+TELLING_PACKAGES = (
+    "vllm",
+    "sglang",
+    "torch",
+    "ray",
+    "transformers",
+    "triton",
+    "flashinfer-python",
+    "sgl-kernel",
+    "sglang-kernel",
+    "xgrammar",
+    "huggingface-hub",
+)
+_NCCL_PACKAGE = re.compile(r"nvidia-nccl(-cu[0-9]+)?\Z")
 
 
 class ProbeError(Exception):
@@ -90,24 +133,111 @@ def parse_devices(text: str) -> list[dict[str, Any]]:
     return devices
 
 
-def fingerprint(programs: Mapping[str, str]) -> str:
-    """16 hex digits over the programs and the shared libraries beside them, by name and content. Raises OSError where one cannot be read."""
+def python_of(program: str) -> str | None:
+    """The interpreter that a Python program of a build runs with, as its first line says; None for a program that is none.
+
+    Where that line would be too long for the kernel, pip writes a shell's: C(#!/bin/sh), then C(''''exec' /long/path/python "$0" "$@").
+    """
+    with open(program, "rb") as stream:
+        lines = stream.read(4096).split(b"\n")[:2]
+    if not lines[0].startswith(b"#!"):
+        return None
+    words = lines[0][2:].decode("utf-8", "surrogateescape").split(None, 1)[:1]
+    if words == ["/bin/sh"] and len(lines) > 1 and lines[1].startswith(b"'''exec' "):
+        words = shlex.split(lines[1].decode("utf-8", "surrogateescape")[len("'''exec' ") :])[:1]
+    return words[0] if words and os.path.basename(words[0]).startswith("python") and os.path.isabs(words[0]) else None
+
+
+def python_packages(run_command: RunCommand, python: str, env: Mapping[str, str]) -> dict[str, Any]:
+    """C({python: version, packages: {name: [version, hash of its list of files]}}) of an interpreter, asked in isolation (C(-I))."""
+    answer = _json(ask(run_command, python, ["-I", "-c", _PACKAGES], env)[0], python)
+    if not isinstance(answer, dict) or not isinstance(answer.get("packages"), dict):
+        raise ProbeError("%s does not say which packages it has" % python)
+    return answer
+
+
+def torch_devices(run_command: RunCommand, python: str, env: Mapping[str, str]) -> list[dict[str, Any]]:
+    """The GPUs that the build's PyTorch sees, in the order of the bus."""
+    answer = _json(ask(run_command, python, ["-I", "-c", _TORCH_DEVICES], {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **env})[0], python)
+    return [device for device in answer if isinstance(device, dict)] if isinstance(answer, list) else []
+
+
+def _json(text: str, program: str) -> Any:
+    """The last line of an answer: libraries print what they like before it."""
+    try:
+        return json.loads((text.strip().splitlines() or [""])[-1])
+    except ValueError:
+        raise ProbeError("%s answers with what is no JSON: %s" % (program, text.strip()[:200])) from None
+
+
+def telling_versions(packages: Mapping[str, Any]) -> dict[str, str]:
+    return {name: str(packages[name][0]) for name in TELLING_PACKAGES if name in packages}
+
+
+def nccl_version(packages: Mapping[str, Any]) -> str | None:
+    """The NCCL that PyTorch brings along (nvidia-nccl-cu13)."""
+    found = sorted(name for name in packages if _NCCL_PACKAGE.match(name))
+    return str(packages[found[-1]][0]) if found else None
+
+
+def missing_gpus(devices: Sequence[Mapping[str, Any]], gpus: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The host's GPUs, as sentences, that are not among the devices which a build sees.
+
+    By UUID where the build tells it, else by model and count. Under MIG CUDA shows one instance and hides the rest, so nothing can be said.
+    """
+    whole = [gpu for gpu in gpus if gpu.get("uuid") and not (gpu.get("partition") or {}).get("kind")]
+    if len(whole) != len([gpu for gpu in gpus if gpu.get("uuid")]):
+        return []
+    told = {str(device["uuid"]) for device in devices if device.get("uuid")}
+    if told:
+        return [_gpu(gpu) for gpu in whole if gpu["uuid"] not in told]
+    left = [str(device.get("description") or "") for device in devices]
+    missing = []
+    for gpu in whole:
+        place = next((number for number, text in enumerate(left) if str(gpu.get("model")) in text), None)
+        if place is None:
+            missing.append(_gpu(gpu))
+        else:
+            del left[place]
+    return missing
+
+
+def _gpu(gpu: Mapping[str, Any]) -> str:
+    return "GPU %s (%s, %s)" % (gpu.get("index"), gpu.get("model"), gpu.get("uuid"))
+
+
+def fingerprint(programs: Mapping[str, str], python: Mapping[str, Any] | None = None, packages: Mapping[str, str] | None = None) -> str:
+    """16 hex digits over what decides how a build behaves, wherever it lies on a host. Raises OSError where a file cannot be read.
+
+    The programs and the shared libraries beside them by name and content; for a Python build its version and every package instead of libraries, as
+    C(python_packages) tells them; C(packages) of a distribution by name and version.
+    """
     files = set(programs.values())
-    for directory in {os.path.dirname(path) for path in programs.values()}:
+    for directory in {os.path.dirname(path) for path in programs.values()} if not python and not packages else ():
         files |= {os.path.join(directory, name) for name in os.listdir(directory) if _LIBRARY.search(name)}
     lines = []
     seen: dict[tuple[int, int], str] = {}
     for path in files:
         status = os.stat(path)
-        digest = seen.get((status.st_dev, status.st_ino)) or _file_digest(path)
+        digest = seen.get((status.st_dev, status.st_ino)) or file_digest(path)
         seen[(status.st_dev, status.st_ino)] = digest
         lines.append("%s %s\n" % (os.path.basename(path), digest))
-    return hashlib.sha256("".join(sorted(lines)).encode("utf-8", "surrogateescape")).hexdigest()[:16]  # not by directory: hosts may differ in that
+    lines += ["%s=%s\n" % item for item in (packages or {}).items()]
+    if python:
+        lines.append("python %s\n" % python["python"])
+        lines += ["%s==%s %s\n" % (name, *found) for name, found in python["packages"].items()]
+    return hashlib.sha256("".join(sorted(lines)).encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 
-def _file_digest(path: str) -> str:
+def file_digest(path: str) -> str:
+    """sha256 of a program. The line that names a script's interpreter is left out: it holds the directory, and hosts may differ in that."""
     digest = hashlib.sha256()
+    script = python_of(path) is not None
     with open(path, "rb") as stream:
+        if script:
+            if stream.readline().startswith(b"#!/bin/sh"):  # pip's way around long names has three lines
+                stream.readline()
+                stream.readline()
         for block in iter(lambda: stream.read(1 << 20), b""):
             digest.update(block)
     return digest.hexdigest()

@@ -292,6 +292,9 @@ _BUILD = {
     "devices": _list(_device, absent=None),
     "env": _environment,
     "paths": _table(_text),
+    "python": _mapping({"path": _text, "version": _text}),
+    "versions": _table(_text),
+    "programs_sha256": _table(_text),
     "problems": _list(_text),
 }
 _MODEL = {"exists": _flag, "readable": _flag, "bytes": _whole(), "weight_bytes": _whole(), "files": _whole(), "config": _mapping({}), "error": _text}

@@ -402,11 +402,29 @@ def _choose_builds(ranks: list[Rank], profile: Profile, engine: Engine, findings
                 host=one.host.name,
                 rank=one.rank,
             )
-    for key, what in (("fingerprint", "build"), ("version", "version"), ("nccl", "NCCL version")):
-        _check_equal(ranks, "engines.%s.%s" % (engine.name, key), what, lambda one: one.build.get(key), findings)
+    for field, what, value in _build_parts(ranks):
+        _check_equal(ranks, "engines.%s.%s" % (engine.name, field), what, value, findings)
     _check_equal(
         ranks, "drivers.nvidia.driver", "driver version", lambda one: (one.facts["drivers"].get("nvidia") or {}).get("driver") if one.gpus else None, findings
     )
+
+
+def _build_parts(ranks: list[Rank]) -> list[tuple[str, str, t.Callable[[Rank], t.Any]]]:
+    """(field, what it is, how to read it) of all that must be the same in every rank's build, from the whole to the parts that tell what differs."""
+
+    def part(key: str, name: str) -> t.Callable[[Rank], t.Any]:
+        return lambda one: (one.build.get(key) or {}).get(name)
+
+    parts: list[tuple[str, str, t.Callable[[Rank], t.Any]]] = [
+        ("fingerprint", "build", lambda one: one.build.get("fingerprint")),
+        ("version", "version", lambda one: one.build.get("version")),
+        ("nccl", "NCCL version", lambda one: one.build.get("nccl")),
+        ("python", "Python version", part("python", "version")),
+    ]
+    for key, what in (("versions", "version of %s"), ("programs_sha256", "sha256 of %s")):
+        names = {name for one in ranks for name in one.build.get(key) or {}}
+        parts += [("%s.%s" % (key, name), what % name, part(key, name)) for name in sorted(names)]
+    return parts
 
 
 def _check_equal(ranks: list[Rank], field: str, what: str, value: t.Callable[[Rank], t.Any], findings: Findings) -> None:

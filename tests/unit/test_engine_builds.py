@@ -34,6 +34,9 @@ def test_whole(tmp_path):
         "env": {"PATH": "/usr/bin"},
         "installed_at": "2026-01-31T12:00:00Z",
         "paths": {"python": sys.executable},
+        "python": {"path": sys.executable, "version": "3.12.4"},
+        "versions": {"torch": "2.13.0"},
+        "programs_sha256": {"vllm": "ab"},
         "schema": 1,
     }
     register(tmp_path, "vllm-nightly.json", record)

@@ -788,11 +788,24 @@ def test_one_build_is_taken_and_several_need_a_name() -> None:
     [
         ("engines.llamacpp.0.fingerprint", "other", "engines.llamacpp.fingerprint"),
         ("engines.llamacpp.0.version", "0.5", "engines.llamacpp.version"),
+        ("engines.llamacpp.0.nccl", "2.26.2", "engines.llamacpp.nccl"),
+        ("engines.llamacpp.0.python", {"path": "/opt/v/bin/python", "version": "3.11.2"}, "engines.llamacpp.python"),
+        ("engines.llamacpp.0.versions", {"ray": "2.59.0", "torch": "2.13.0"}, "engines.llamacpp.versions.ray"),
+        ("engines.llamacpp.0.programs_sha256", {"llama-server": "a", "ggml-rpc-server": "c"}, "engines.llamacpp.programs_sha256.ggml-rpc-server"),
         ("drivers.nvidia.driver", "570.1", "drivers.nvidia.driver"),
     ],
 )
-def test_what_must_be_equal_on_all_ranks(path: str, value: str, field: str) -> None:
-    assert faults({"n1": node(1), "n2": changed(node(2), path, value)}, profile(engine="llamacpp")) == [("n2", field)]
+def test_what_must_be_equal_on_all_ranks(path: str, value: Any, field: str) -> None:
+    """A build's parts tell what differs: Ray and Python that do refuse to join (gpustack#2691), an RPC server of another build aborts (llama.cpp#26392)."""
+    parts = {
+        "nccl": "2.27.7",
+        "python": {"path": "/opt/x/bin/python", "version": "3.12.4"},
+        "versions": {"ray": "2.60.0", "torch": "2.13.0"},
+        "programs_sha256": {"llama-server": "a", "ggml-rpc-server": "b"},
+    }
+    found = {f"n{number}": node(number, engines={"llamacpp": [facts.build(**parts)]}) for number in (1, 2)}
+    good(found, profile(engine="llamacpp"))
+    assert faults({"n1": found["n1"], "n2": changed(found["n2"], path, value)}, profile(engine="llamacpp")) == [("n2", field)]
 
 
 def test_service_managers_and_users() -> None:

@@ -142,6 +142,7 @@ class Adapter(Engine):
     name = "sglang"
     in_flight_metrics = ("sglang:num_running_reqs", "sglang:num_queue_reqs")
     programs = ("sglang",)
+    is_python = True
     version_args = ("version",)
     gpu_token = "index"  # custom_all_reduce.py makes integers of CUDA_VISIBLE_DEVICES
     data_parallel = True

@@ -151,6 +151,7 @@ class Adapter(Engine):
     name = "vllm"
     in_flight_metrics = ("vllm:num_requests_running", "vllm:num_requests_waiting")
     programs = ("vllm",)
+    is_python = True
     optional_programs = ("ray",)
     warmup_503 = False  # connections are refused until it serves; a 503 is a dead engine
     data_parallel = True
