@@ -16,7 +16,8 @@ export PYTHONDONTWRITEBYTECODE := 1
 .PHONY: sanity help demo demo-clean test slow-test explore lint lab-test lab-quick lab-pytest molecule bench build clean
 
 help:
-	@echo "make demo              a real two-rank llama.cpp replica on this machine's CPU (ENGINE=sim: four simulated GPU ranks)"
+	@echo "make demo              a real two-rank llama.cpp replica on this machine's CPU"
+	@echo "                       ENGINE=sim: four simulated GPU ranks; ENGINE=vllm: a real vLLM with a LoRA adapter (installs 2.8 GB, some minutes)"
 	@echo "make demo-clean        remove it"
 	@echo "make test              unit, module, contract and end-to-end tests on this machine (no root, about 3 minutes)"
 	@echo "make slow-test         the rest of them: every case of the gate, the simulator and the engines' behaviour"
@@ -83,4 +84,4 @@ build: $(VENV)/.demo
 	@$(BIN)/ansible-galaxy collection build --force
 
 clean:
-	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis tests/fake_nvml/build
+	rm -rf $(VENV) .engines .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis tests/fake_nvml/build

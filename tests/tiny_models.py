@@ -3,7 +3,8 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
 """Make models so small that a real engine loads and serves them at once; for tests and the demo. Standard library only.
 
-    python tests/tiny_models.py gguf DIR        # DIR/tiny.gguf (0.5 MB) and DIR/tiny-lora.gguf (11 KB)
+    python tests/tiny_models.py gguf DIR        # DIR/tiny.gguf (0.5 MB) and DIR/tiny-lora.gguf (11 KB), for llama.cpp
+    python tests/tiny_models.py hf DIR          # DIR/tiny (0.7 MB) and DIR/tiny-lora (25 KB), as vLLM and SGLang load them
 
 What is made is useful for exact assertions:
 
@@ -11,8 +12,9 @@ What is made is useful for exact assertions:
   the standard library promises to keep.
 * A completion always runs to `max_tokens` and is printable text, so `completion_tokens == max_tokens` can be asserted. One hidden
   dimension is constant; the output matrix reads it to make each printable character likely and end-of-text or a raw byte impossible.
-* The vocabulary is our own: the 256 byte values and the 95 printable ASCII characters.
-* Weights are F32: quantised kernels of prebuilt engines may use instructions that a test machine lacks.
+* The vocabulary is our own: the 256 byte values, and for llama.cpp the 95 printable ASCII characters.
+* Weights of GGUF files are F32: quantised kernels of prebuilt engines may use instructions that a test machine lacks. Others are BF16.
+* Heads of the Hugging Face model are 32 wide, as vLLM's attention on CPUs wants at least, and divide by two, so that it can be split over two ranks.
 """
 
 from __future__ import annotations
@@ -56,19 +58,20 @@ class Shape(NamedTuple):
 
 
 TINY = Shape()
+TINY_HF = Shape(hidden=128, feed_forward=256)
 
 
-class TinyGguf(NamedTuple):
+class Pair(NamedTuple):
     """A model and a LoRA adapter that fits it."""
 
     model: pathlib.Path
     lora: pathlib.Path
 
 
-def write_gguf_pair(directory: pathlib.Path, shape: Shape = TINY) -> TinyGguf:
+def write_gguf_pair(directory: pathlib.Path, shape: Shape = TINY) -> Pair:
     """Write `tiny.gguf` and `tiny-lora.gguf` below `directory` (made when missing) and return their paths."""
     directory.mkdir(parents=True, exist_ok=True)
-    pair = TinyGguf(directory / "tiny.gguf", directory / "tiny-lora.gguf")
+    pair = Pair(directory / "tiny.gguf", directory / "tiny-lora.gguf")
     write_gguf(pair.model, shape)
     write_gguf_lora(pair.lora, shape)
     return pair
@@ -102,6 +105,52 @@ def write_gguf_lora(path: pathlib.Path, shape: Shape = TINY, *, name: str = "tin
         ("adapter.lora.alpha", FLOAT32, 2.0 * rank),
     ]
     _write_file(path, metadata, tensors)
+
+
+def write_hf_pair(directory: pathlib.Path, shape: Shape = TINY_HF) -> Pair:
+    """Write the directories `tiny` and `tiny-lora` below `directory` (made when missing) and return their paths."""
+    pair = Pair(directory / "tiny", directory / "tiny-lora")
+    write_hf(pair.model, shape)
+    write_hf_lora(pair.lora, shape)
+    return pair
+
+
+def write_hf(directory: pathlib.Path, shape: Shape = TINY_HF, *, seed: int = 1) -> None:
+    """Write a llama-architecture model with random BF16 weights and a tokenizer of bytes, in the layout of Hugging Face."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, content in _hf_files(shape).items():
+        (directory / name).write_text(json.dumps(content, indent=1) + "\n")
+    tensors = Tensors(seed)
+    _add_hf_layers(tensors, shape)
+    _write_safetensors(directory / "model.safetensors", tensors)
+
+
+def write_hf_lora(directory: pathlib.Path, shape: Shape = TINY_HF, *, rank: int = 8, seed: int = 2) -> None:
+    """Write a LoRA adapter (PEFT), strong enough to change the answers, for the model of the same shape."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": "tiny",
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": ["q_proj", "v_proj"],
+        "inference_mode": True,
+        "fan_in_fan_out": False,
+        "modules_to_save": None,
+        "use_rslora": False,
+        "use_dora": False,
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(config, indent=1) + "\n")
+    tensors = Tensors(seed)
+    for layer in range(shape.layers):
+        for target, width in (("q_proj", shape.heads * shape.head_width), ("v_proj", shape.kv_heads * shape.head_width)):
+            base = f"base_model.model.model.layers.{layer}.self_attn.{target}"
+            tensors.add_random(f"{base}.lora_A.weight", (shape.hidden, rank), shape.hidden**-0.5)
+            tensors.add_random(f"{base}.lora_B.weight", (rank, width), 1.0)
+    _write_safetensors(directory / "adapter_model.safetensors", tensors)
 
 
 class Vocabulary:
@@ -205,6 +254,120 @@ def _model_metadata(name: str, shape: Shape, vocabulary: Vocabulary) -> list[tup
     ]
 
 
+BYTES, BEGIN, END = 256, 256, 257  # token ids of the Hugging Face model: a byte is its own id
+
+
+def _byte_characters() -> list[str]:
+    """The printable character by which byte-level tokenizers write each byte."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(BYTES, 2 * BYTES))
+    return [chr(byte if byte in printable else next(others)) for byte in range(BYTES)]
+
+
+def _hf_files(shape: Shape) -> dict[str, Any]:
+    """File name -> content of everything but the weights."""
+    added = [
+        {"id": number, "content": content, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+        for number, content in ((BEGIN, "<s>"), (END, "</s>"))
+    ]
+    model = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        "vocab": {**{character: byte for byte, character in enumerate(_byte_characters())}, "<s>": BEGIN, "</s>": END},
+        "merges": [],
+    }
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    tokenizer = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None, "post_processor": None}
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "torch_dtype": "bfloat16",
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.feed_forward,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_width,
+        "vocab_size": END + 1,
+        "max_position_embeddings": shape.context,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": False,
+        "bos_token_id": BEGIN,
+        "eos_token_id": END,
+        "use_cache": True,
+    }
+    return {
+        "tokenizer.json": {**tokenizer, "pre_tokenizer": byte_level, "decoder": byte_level, "model": model},
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": "<s>",
+            "eos_token": "</s>",
+            "model_max_length": shape.context,
+            "clean_up_tokenization_spaces": False,
+            "chat_template": CHAT_TEMPLATE,
+        },
+        "generation_config.json": {"bos_token_id": BEGIN, "eos_token_id": END, "do_sample": False},
+        "config.json": config,
+    }
+
+
+def _add_hf_layers(tensors: Tensors, shape: Shape) -> None:
+    """The tensors of _add_embedding, _add_layer and _add_output under their names in Hugging Face's layout, for the vocabulary of bytes."""
+    tokens, deviation = END + 1, shape.hidden**-0.5
+    attention_width, kv_width = shape.heads * shape.head_width, shape.kv_heads * shape.head_width
+    embedding = tensors.add_random("model.embed_tokens.weight", (shape.hidden, tokens), 1.0)
+    for layer in range(shape.layers):
+        prefix = f"model.layers.{layer}."
+        tensors.add_ones(prefix + "input_layernorm.weight", shape.hidden)
+        tensors.add_random(prefix + "self_attn.q_proj.weight", (shape.hidden, attention_width), deviation)
+        tensors.add_random(prefix + "self_attn.k_proj.weight", (shape.hidden, kv_width), deviation)
+        tensors.add_random(prefix + "self_attn.v_proj.weight", (shape.hidden, kv_width), deviation)
+        tensors.add_random(prefix + "self_attn.o_proj.weight", (attention_width, shape.hidden), deviation, spare_constant=True)
+        tensors.add_ones(prefix + "post_attention_layernorm.weight", shape.hidden)
+        tensors.add_random(prefix + "mlp.gate_proj.weight", (shape.hidden, shape.feed_forward), deviation)
+        tensors.add_random(prefix + "mlp.up_proj.weight", (shape.hidden, shape.feed_forward), deviation)
+        tensors.add_random(prefix + "mlp.down_proj.weight", (shape.feed_forward, shape.hidden), shape.feed_forward**-0.5, spare_constant=True)
+    tensors.add_ones("model.norm.weight", shape.hidden)
+    output = tensors.add_random("lm_head.weight", (shape.hidden, tokens), 0.3)
+    for token in range(tokens):
+        embedding[token * shape.hidden] = 8.0
+        output[token * shape.hidden] = 6.0 if 0x20 <= token < 0x7F else -6.0
+
+
+def _write_safetensors(path: pathlib.Path, tensors: Tensors) -> None:
+    """The format of https://github.com/huggingface/safetensors: a JSON header, then the tensors one behind the other, slowest dimension first."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, shape, data in tensors.items:
+        header[name] = {"dtype": "BF16", "shape": list(reversed(shape)), "data_offsets": [offset, offset + 2 * len(data)]}
+        offset += 2 * len(data)
+    head = json.dumps(header, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(head)) + head)
+        for _name, _shape, data in tensors.items:
+            file.write(_bfloat16(data))
+
+
+def _bfloat16(data: array.array[float]) -> bytes:
+    """The upper halves of the float32 values."""
+    raw = _little_endian(data)
+    halves = bytearray(len(raw) // 2)
+    halves[0::2], halves[1::2] = raw[2::4], raw[3::4]
+    return bytes(halves)
+
+
 def _write_file(path: pathlib.Path, metadata: Sequence[tuple[str, int, Any]], tensors: Tensors) -> None:
     entries, offset = b"", 0
     for name, shape, data in tensors.items:
@@ -253,9 +416,12 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description="Make tiny models for tests.")
     kinds = parser.add_subparsers(dest="kind", required=True)
     gguf = kinds.add_parser("gguf", help="a model for llama.cpp and a LoRA adapter that fits it")
-    gguf.add_argument("directory", type=pathlib.Path)
+    hf = kinds.add_parser("hf", help="a model for vLLM and SGLang and a LoRA adapter that fits it")
+    for kind in (gguf, hf):
+        kind.add_argument("directory", type=pathlib.Path)
     options = parser.parse_args(arguments)
-    files = write_gguf_pair(options.directory)
+    pair = write_gguf_pair(options.directory) if options.kind == "gguf" else write_hf_pair(options.directory)
+    files = [file for path in pair for file in (sorted(path.iterdir()) if path.is_dir() else [path])]
     print(json.dumps([{"path": str(path), "bytes": path.stat().st_size, "sha256": _sha256(path)} for path in files], indent=2))
     return 0
 

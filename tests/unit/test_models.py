@@ -334,3 +334,12 @@ def test_damaged_gguf_headers(tmp_path, data):
     found = header(tmp_path, bytes(damaged))
     assert found["exists"] and (found["config"] is None or found["config"]["architectures"] != [None])
     json.dumps(found)
+
+
+def test_a_directory_of_a_real_writer(tmp_path):
+    pair = tiny_models.write_hf_pair(tmp_path)
+    model, adapter = models.describe(str(pair.model)), models.describe(str(pair.lora))
+    assert model["error"] is None and adapter["error"] is None
+    assert model["config"]["num_attention_heads"] == 4 and model["config"]["torch_dtype"] == "bfloat16"
+    assert model["weight_bytes"] == (pair.model / "model.safetensors").stat().st_size
+    assert adapter["config"]["r"] == 8
