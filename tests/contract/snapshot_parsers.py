@@ -34,7 +34,7 @@ def of_argparse(parser: argparse.ArgumentParser) -> list[dict[str, Any]]:
             "names": list(action.option_strings),
             "nargs": 1 if action.nargs is None else action.nargs,
             "type": action.type.__name__ if action.type in (int, float) else None,
-            "choices": None if action.choices is None else [str(choice) for choice in action.choices],
+            "choices": None if action.choices is None else sorted(map(str, action.choices)),  # some are sets
             "required": bool(action.required and action.option_strings),
         }
         for action in parser._actions
