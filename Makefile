@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 export PYTHONDONTWRITEBYTECODE := 1
 
 # sanity: ansible-test sanity on the committed tree
-.PHONY: sanity help demo demo-clean test slow-test explore lint lab-test lab-quick lab-pytest molecule bench build clean
+.PHONY: sanity help demo demo-clean test slow-test explore real-test lint lab-test lab-quick lab-pytest molecule bench build clean
 
 help:
 	@echo "make demo              a real two-rank llama.cpp replica on this machine's CPU"
@@ -21,6 +21,7 @@ help:
 	@echo "make demo-clean        remove it"
 	@echo "make test              unit, module, contract and end-to-end tests on this machine (no root, about 3 minutes)"
 	@echo "make slow-test         the rest of them: every case of the gate, the simulator and the engines' behaviour"
+	@echo "make real-test         real vLLM and SGLang on the CPU, alone and over two hosts (root; installs 6.3 GB; 40 minutes)"
 	@echo "make explore           unit tests with random examples that no run has seen"
 	@echo "make sanity            ansible-test sanity on the committed tree"
 	@echo "make lint              ruff and mypy"
@@ -47,10 +48,16 @@ demo-clean: $(VENV)/.demo
 	@$(BIN)/python demo/demo.py clean
 
 test: $(VENV)/.test
-	@$(BIN)/python -m pytest -q tests/unit tests/fake_nvml tests/module tests/contract tests/e2e -m "not slow and not lab" -n 3
+	@$(BIN)/python -m pytest -q tests/unit tests/fake_nvml tests/module tests/contract tests/e2e -m "not slow and not lab and not real" -n 3
 
 slow-test: $(VENV)/.test
-	@$(BIN)/python -m pytest -q tests/unit tests/contract tests/e2e -m "slow and not lab" -n 2
+	@$(BIN)/python -m pytest -q tests/unit tests/contract tests/e2e -m "slow and not lab and not real" -n 2
+
+# One process: two engines that start side by side on few cores look as if they hung.
+real-test: $(VENV)/.test
+	@$(BIN)/python tests/cpu_engines.py vllm
+	@$(BIN)/python tests/cpu_engines.py sglang
+	@$(BIN)/python -m pytest -q -rs tests/contract tests/real -m real
 
 # Properties with examples that no run has seen; what it finds becomes a test of its own.
 explore: $(VENV)/.test

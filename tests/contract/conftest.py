@@ -21,29 +21,29 @@ for folder in (str(HERE), str(HERE.parent)):
         sys.path.insert(0, folder)
 
 import tiny_models
-from engines_under_test import ENGINES, Engine, Files, Running, Settings, free_port
+from engines_under_test import ENGINES, REAL_ENGINES, Engine, Files, Layouts, Running, Settings, free_port
 
 
 @pytest.fixture(scope="session")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+def files(tmp_path_factory: pytest.TempPathFactory) -> Layouts:
     folder = tmp_path_factory.mktemp("model")
     # Some 35 MB: large enough that a real engine is seen loading it.
     shape = tiny_models.Shape(hidden=256, layers=8, heads=8, kv_heads=8, feed_forward=1024, context=512)
-    pair = tiny_models.write_gguf_pair(folder, shape)
-    return Files(pair.model, pair.lora)
+    return Layouts(Files(*tiny_models.write_gguf_pair(folder, shape)), Files(*tiny_models.write_hf_pair(folder)))
 
 
 Start = Callable[..., Running]
 
 
 @pytest.fixture(scope="session")
-def launch(tmp_path_factory: pytest.TempPathFactory, files: Files) -> Iterator[Start]:
+def launch(tmp_path_factory: pytest.TempPathFactory, files: Layouts) -> Iterator[Start]:
     """Starts servers, which have ended after the session at the latest."""
     folder = tmp_path_factory.mktemp("engines")
     started: list[Running] = []
 
     def start(engine: Engine, *arguments: str, port: int | None = None, model: pathlib.Path | None = None) -> Running:
-        settings = Settings("127.0.0.1", port or free_port(), files if model is None else files._replace(model=model), folder)
+        given: Files = getattr(files, engine.layout)
+        settings = Settings("127.0.0.1", port or free_port(), given if model is None else given._replace(model=model), folder)
         started.append(Running(engine, settings, arguments))
         return started[-1]
 
@@ -52,13 +52,18 @@ def launch(tmp_path_factory: pytest.TempPathFactory, files: Files) -> Iterator[S
         running.kill()
 
 
-@pytest.fixture(scope="session", params=ENGINES, ids=lambda engine: engine.label)
+EITHER = [*ENGINES, *(pytest.param(engine, marks=pytest.mark.real) for engine in REAL_ENGINES)]
+
+
+@pytest.fixture(scope="session", params=EITHER, ids=lambda engine: engine.label)
 def engine(request: pytest.FixtureRequest, launch: Start) -> Engine:
     """An engine that is there and can answer on this processor: prebuilt ones may use instructions that it lacks."""
     candidate: Engine = request.param
     reason = candidate.missing()
     if reason:
         pytest.skip(reason)
+    if candidate in REAL_ENGINES:  # installed for this processor, and not started once more than needed
+        return candidate
     running = launch(candidate)
     try:
         running.until_ready()

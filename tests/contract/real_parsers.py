@@ -5,7 +5,8 @@
 
     PYTHON real_parsers.py vllm|sglang|ray < LINES
 
-LINES is a JSON list of command lines, each a list of what follows C(vllm serve), C(sglang serve) or C(ray start). The answer is a JSON list, one entry for each:
+LINES is a JSON list of command lines, each what follows C(vllm serve), C(sglang serve) or C(ray start).
+The answer is a JSON list, one entry for each:
 C({"said": {option: value}}) with what the line itself gives (no defaults), after the engine's own checks of parsed arguments; or C({"rejected": why}).
 """
 
