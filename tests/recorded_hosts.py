@@ -5,8 +5,10 @@
 
     hosts = recorded_hosts.write("gid_head4_worker3", tmp_path)      # {"spark-head": Recorded(tree, nvml), "spark-worker": ...}
 
-One function for each fixture, under the fixture's name. What a report does not tell (an address of the management interface, a GPU beside the HCAs it is
-about) is made up here, the same on every host, so that the plan can be asked as well.
+A fixture of kind `machine` describes its hosts whole, in the keywords of HardwareTree (`machine` below), with what must come of them
+(tests/machine_expectations.py): a new one is a file and nothing more. The others keep the shape of the report that they are from; each has a function here,
+under its name. What a report does not tell (an address of the management interface, a GPU beside the HCAs it is about) is made up here, the same on every
+host, so that the plan can be asked as well.
 """
 
 from __future__ import annotations
@@ -29,11 +31,16 @@ GPU = "0000:e1:00.0"
 
 @dataclasses.dataclass
 class Recorded:
-    """One host. C(nvml) is the driver's state (tests/fake_nvml/README.md); None: no driver is loaded. C(library): libnvidia-ml.so.1 can be found."""
+    """One host. C(nvml) is the driver's state (tests/fake_nvml/README.md); None: no driver is loaded. C(library): libnvidia-ml.so.1 can be found.
+
+    C(library_version): what the file behind that link is called. C(resolves_to): what the host's own name stands for.
+    """
 
     tree: HostTree
     nvml: str | None = None
     library: bool = True
+    library_version: str | None = None
+    resolves_to: tuple[str, ...] = ("127.0.0.1",)
 
 
 def load(name: str) -> dict[str, Any]:
@@ -47,7 +54,59 @@ def names() -> list[str]:
 
 def write(name: str, root: pathlib.Path) -> dict[str, Recorded]:
     """Every host of a fixture below C(root)."""
-    return WRITERS[name](load(name), root)
+    case = load(name)
+    return (machines if case["kind"] == "machine" else WRITERS[name])(case, root)
+
+
+# ---- hosts that are described whole
+
+
+def machines(case: dict[str, Any], root: pathlib.Path) -> dict[str, Recorded]:
+    return {name: machine(fields or {}, root / name) for name, fields in case["hosts"].items()}
+
+
+def machine(fields: dict[str, Any], root: pathlib.Path) -> Recorded:
+    """One host of a fixture of kind C(machine).
+
+    C(planned: N) makes it one that a replica fits on (C(planned_host)), with a GPU of its own unless C(nvml) describes some. C(pci), C(hcas), C(interfaces)
+    and C(routes) are keywords of HardwareTree; GIDs are written as addresses; a PCI function of NVIDIA's is a GPU. C(proc) and C(files) are files below
+    /proc and /, C(processes) those of /proc. C(interfaces: NAME: [address]) is enough for a plain one.
+    """
+    known = {"planned", "nvml", "library", "library_version", "pci", "hcas", "interfaces", "routes", "proc", "files", "processes", "memlock", "meminfo"}
+    assert set(fields) <= known | {"resolves_to"}, sorted(set(fields) - known)
+    number, state = fields.get("planned"), fields.get("nvml")
+    one = planned_host(root, number, gpu=state is None) if number else Recorded(HostTree(root))
+    tree = one.tree
+    if not number:
+        common(tree)
+    for entry in fields.get("pci", ()):
+        more = {"driver": "nvidia"} if entry.get("vendor") == "0x10de" else {"driver": "mlx5_core"}
+        path = tree.pci(**{**more, **entry})
+        if entry.get("vendor") == "0x10de":
+            hardware_trees.write(path / "class", "0x030200")
+    for entry in fields.get("hcas", ()):
+        gids = {"gids": [[index, gid_text(address), *rest] for index, address, *rest in entry["gids"]]} if "gids" in entry else {}
+        ports = {"ports": {int(port): values for port, values in entry["ports"].items()}} if "ports" in entry else {}
+        tree.hca(**{**entry, **gids, **ports})
+    for name, entry in fields.get("interfaces", {}).items():
+        tree.interface(name, **(entry if isinstance(entry, dict) else {"addresses": entry}))
+    for entry in fields.get("routes", ()):
+        tree.route(**entry)
+    for name, text in fields.get("proc", {}).items():
+        tree.proc_file(name, text)
+    for name, text in fields.get("files", {}).items():
+        hardware_trees.write(tree.root / name, text)
+        (tree.root / name).chmod(0o755 if text.startswith("#!") else 0o644)
+    for entry in fields.get("processes", ()):
+        process(tree, **entry)
+    if "memlock" in fields:
+        tree.process_limits(fields["memlock"], pid="1")
+    if "meminfo" in fields:
+        tree.meminfo(**fields["meminfo"])
+    one.nvml = one.nvml if state is None else state
+    one.library, one.library_version = fields.get("library", True), fields.get("library_version")
+    one.resolves_to = tuple(fields.get("resolves_to", one.resolves_to))
+    return one
 
 
 # ---- parts

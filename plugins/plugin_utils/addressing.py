@@ -18,7 +18,7 @@ import typing as t
 from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings
 
 # Interfaces that NCCL's and Gloo's own automatic choices fall for, and that never lead to another host of the replica.
-_LOCAL_PREFIXES = ("lo", "docker", "br-", "virbr", "veth", "cni", "flannel", "cali", "cilium", "usb", "tailscale", "wg", "vnet", "dummy")
+_LOCAL_PREFIXES = ("docker", "br-", "virbr", "veth", "cni", "flannel", "cali", "cilium", "usb", "tailscale", "wg", "vnet", "dummy")
 
 IPAddress = t.Union[ipaddress.IPv4Address, ipaddress.IPv6Address]
 
@@ -50,7 +50,9 @@ def addresses_of(interface: t.Mapping[str, t.Any]) -> list[ipaddress.IPv4Interfa
 def usable(interface: t.Mapping[str, t.Any]) -> list[str]:
     """The routable addresses of an interface that is up and can lead to another host; IPv4 first."""
     name = str(interface.get("name") or "")
-    if not interface.get("up") or interface.get("carrier") is False or interface.get("master") or name.startswith(_LOCAL_PREFIXES):
+    if not interface.get("up") or interface.get("carrier") is False or interface.get("master"):
+        return []
+    if name == "lo" or interface.get("kind") == "loopback" or name.startswith(_LOCAL_PREFIXES):
         return []
     found = [item.ip for item in addresses_of(interface) if not (item.ip.is_link_local or item.ip.is_loopback)]
     return [str(address) for address in sorted(found, key=lambda address: address.version)]
@@ -234,6 +236,22 @@ def _own(facts: t.Mapping[str, t.Any], interfaces: list[t.Any], host: str, rank:
         rank=rank,
     )
     return None
+
+
+def shared_subnets(facts: t.Mapping[str, t.Any], only: str | None = None) -> list[str]:
+    """Interfaces that are in one subnet, two by two, as C(eno1 10.0.0.5/24 and eno2 10.0.0.6/24); C(only): those of this interface, which comes first.
+
+    A program listens at the address that it was given and answers by the interface that the routes name, which is one of the two (NVIDIA/nccl#1580).
+    """
+    able = [interface for interface in facts.get("interfaces") or () if usable(interface) or (only is not None and interface.get("name") == only)]
+    named = [(str(interface.get("name")), item) for interface in able for item in addresses_of(interface) if not item.ip.is_link_local]
+    named.sort(key=lambda entry: entry[0] != only)
+    found = []
+    for position, (name, item) in enumerate(named):
+        for other, beside in named[position + 1 :] if only in (None, name) else ():
+            if other != name and item.version == beside.version and (beside.ip in item.network or item.ip in beside.network):
+                found.append("%s %s and %s %s" % (name, item, other, beside))
+    return found
 
 
 def loopback_name_warning(facts: t.Mapping[str, t.Any]) -> str | None:

@@ -111,6 +111,7 @@ def conditions(facts: Facts) -> list[str]:
     resolved = addressing.loopback_name_warning(facts)
     if resolved:
         found.append("the host's own name resolves to %s only: programs that fall back to it use loopback" % resolved)
+    found += ["%s are in one subnet: traffic may leave by either, whatever address it has" % pair for pair in addressing.shared_subnets(facts)]
     for engine, builds in sorted(facts["engines"].items()):
         found += ["build %s of %s: %s" % (build.get("name"), engine, problem) for build in builds for problem in build.get("problems") or ()]
     found += ["%s: %s" % item for item in sorted((facts["host"].get("errors") or {}).items())]

@@ -99,12 +99,13 @@ def _examine_gpus(candidate: Candidate, profile: Profile, replica: str) -> None:
             candidate.free.append(gpu)
         else:
             refused.append("GPU %s (%s) %s" % (gpu.get("index"), gpu.get("uuid") or gpu.get("pci_bdf") or "no UUID", reason))
-    if len(candidate.free) < profile.gpus_per_node:
-        seen = "%d free of %d%s" % (len(candidate.free), len(gpus), ": " + "; ".join(refused) if refused else "")
+    if max((len(_alike(candidate.free, gpu_type(gpu))) for gpu in candidate.free), default=0) < profile.gpus_per_node:
+        of_types = " of %s" % _counted([candidate]) if len(_types([candidate])) > 1 else ""
+        seen = "%d free of %d%s%s" % (len(candidate.free), len(gpus), of_types, ": " + "; ".join(refused) if refused else "")
         candidate.problem(
             "gpus",
             seen,
-            "%d GPUs%s" % (profile.gpus_per_node, " of class %s" % profile.gpu_class if profile.gpu_class else ""),
+            "%d GPUs%s%s" % (profile.gpus_per_node, " of class %s" % profile.gpu_class if profile.gpu_class else "", " of one type" if of_types else ""),
             "Free the GPUs, lower gpus_per_node, or take another host.",
         )
 
@@ -132,10 +133,16 @@ def _given_away(gpu: Gpu, shards: t.Mapping[str, Facts], replica: str) -> str | 
     for name, shard in sorted(shards.items()):
         if name != replica and gpu["uuid"] in shard["gpus"]:
             return "is given to shard %s/%s, which is deployed here" % (name, "?" if shard["rank"] is None else shard["rank"])
-    hidden = gpu["memory"]["unattributed_mib"]
-    if hidden is not None and hidden > UNATTRIBUTED_TOLERANCE_MIB and gpu["uuid"] not in (shards.get(replica) or {}).get("gpus", ()):
+    hidden = _hidden_mib(gpu)
+    if hidden and gpu["memory"]["model"] != "coherent" and gpu["uuid"] not in (shards.get(replica) or {}).get("gpus", ()):
         return "has %d MiB held by processes that the host does not list (in a container, or of another user)" % hidden
     return None
+
+
+def _hidden_mib(gpu: Gpu) -> float | None:
+    """What is in use and no listed process holds, where it is more than the driver's own. On GH200 and GB200 the kernel's page cache may lie there."""
+    hidden: float | None = gpu["memory"]["unattributed_mib"]
+    return hidden if hidden is not None and hidden > UNATTRIBUTED_TOLERANCE_MIB else None
 
 
 def is_foreign(process: t.Mapping[str, t.Any], replica: str) -> bool:
@@ -194,9 +201,11 @@ def place(
         _fault_all(pool if every else [], findings)
         return None
     _fault_all(ranked, findings, ranked)
+    _keep_one_type(ranked, profile, replica, findings)
     ports = _wanted_ports(ranked, wanted_fabric, named_fabrics or {})
     gpus = {candidate.host: _pick_gpus(candidate, profile, replica, ports[candidate.host]) for candidate in ranked}
     _check_one_type(ranked, gpus, findings)
+    _warn_of_findings(ranked, gpus, findings)
     return Placement(tuple(candidate.host for candidate in ranked), gpus, _not_chosen(pool, ranked))
 
 
@@ -325,6 +334,64 @@ def _rank(chosen: list[Candidate], leader: str | None, findings: Findings) -> li
     return [by_rank[rank] for rank in range(nodes)]
 
 
+def _alike(gpus: t.Iterable[Gpu], kind: tuple[t.Any, ...]) -> list[Gpu]:
+    return [gpu for gpu in gpus if not differ(gpu_type(gpu), kind)]
+
+
+def _types(candidates: t.Iterable[Candidate]) -> list[tuple[t.Any, ...]]:
+    """The types of the free GPUs, each once; one of which only less is known is no type of its own."""
+    found: list[tuple[t.Any, ...]] = []
+    for gpu in (gpu for candidate in candidates for gpu in candidate.free):
+        if all(differ(gpu_type(gpu), kind) for kind in found):
+            found.append(gpu_type(gpu))
+    return found
+
+
+def _counted(candidates: t.Sequence[Candidate]) -> str:
+    return ", ".join(
+        "%s (%s)" % (described(kind), ", ".join("%s has %d" % (candidate.host, len(_alike(candidate.free, kind))) for candidate in candidates))
+        for kind in _types(candidates)
+    )
+
+
+def _keep_one_type(ranked: list[Candidate], profile: Profile, replica: str, findings: Findings) -> None:
+    """Where hosts have GPUs of several types, leave the one type that every host has enough of: never the first GPUs, whatever they are (dask-cuda#777).
+
+    The type that the replica runs on already comes before others. Several that can be meant are a fault.
+    """
+    if profile.on_cpu or len(_types(ranked)) < 2:
+        return
+    fitting = [kind for kind in _types(ranked) if all(len(_alike(candidate.free, kind)) >= profile.gpus_per_node for candidate in ranked)]
+    current = {uuid for candidate in ranked for uuid in (candidate.facts["shards"].get(replica) or {}).get("gpus") or ()}
+    running = [kind for kind in fitting if any(gpu["uuid"] in current for candidate in ranked for gpu in _alike(candidate.free, kind))]
+    fitting = running if len(running) == 1 else fitting
+    if len(fitting) > 1:
+        findings.fault("gpus", "several types that can be meant: %s" % _counted(ranked), "one type of GPUs", "Set gpu_class in the profile.")
+    if len(fitting) == 1:
+        for candidate in ranked:
+            candidate.free = _alike(candidate.free, fitting[0])
+
+
+def _warn_of_findings(ranked: list[Candidate], gpus: t.Mapping[str, tuple[Gpu, ...]], findings: Findings) -> None:
+    """What is known against a GPU that is taken all the same: a reset that waits, a mode that changes at the next one, memory that nobody explains."""
+    for rank, candidate in enumerate(ranked):
+        for gpu in gpus[candidate.host]:
+            told = list(gpu["health"]["reasons"])
+            if gpu["compute_mode"] == "exclusive_process":
+                told.append("it is in compute mode exclusive_process: a second process on it fails")
+            if _hidden_mib(gpu) and gpu["memory"]["model"] == "coherent":
+                told.append("%d MiB are in use and no process holds them (page cache, or a process that the host does not list)" % gpu["memory"]["unattributed_mib"])
+            for text in told:
+                findings.warn(
+                    "gpus",
+                    "GPU %s (%s) %s" % (gpu.get("index"), gpu["uuid"], text),
+                    "GPUs with nothing against them",
+                    "It is taken all the same.",
+                    host=candidate.host,
+                    rank=rank,
+                )
+
+
 def _pick_gpus(candidate: Candidate, profile: Profile, replica: str, ports: t.Collection[str]) -> tuple[Gpu, ...]:
     """The GPUs that the shard has now, if they still serve; else those nearest to the fabric's HCAs; else in PCI order. In PCI order at the end."""
     if profile.on_cpu:
@@ -344,7 +411,13 @@ def _pick_gpus(candidate: Candidate, profile: Profile, replica: str, ports: t.Co
 
 def _check_one_type(ranked: list[Candidate], gpus: t.Mapping[str, tuple[Gpu, ...]], findings: Findings) -> None:
     """One model, one memory size, one capability over all hosts: kernels, dtypes and memory plans are chosen per GPU."""
-    kinds = [(rank, candidate.host, gpu) for rank, candidate in enumerate(ranked) for gpu in gpus[candidate.host]]
+
+    def judged(candidate: Candidate) -> t.Sequence[Gpu]:
+        """A host that has not enough of one type has its own fault for that; what is left to compare is its first type."""
+        chosen = gpus[candidate.host]
+        return _alike(chosen, gpu_type(chosen[0])) if chosen and any(problem.field == "gpus" for problem in candidate.problems) else chosen
+
+    kinds = [(rank, candidate.host, gpu) for rank, candidate in enumerate(ranked) for gpu in judged(candidate)]
     if not kinds:
         return
     known: list[tuple[str, Gpu]] = []  # the GPUs that showed something first

@@ -366,6 +366,16 @@ def _choose_endpoints(ranks: list[Rank], findings: Findings) -> None:
                 host=one.host.name,
                 rank=one.rank,
             )
+        if one.endpoint and len(ranks) > 1:
+            for pair in addressing.shared_subnets(one.facts, one.endpoint.interface):
+                findings.warn(
+                    "interfaces",
+                    pair,
+                    "one interface of the host in the management subnet",
+                    "What this rank sends may leave by the other one (NVIDIA/nccl#1580). Give it a subnet of its own, or route by source address.",
+                    host=one.host.name,
+                    rank=one.rank,
+                )
     _check_addresses_differ(ranks, findings)
 
 

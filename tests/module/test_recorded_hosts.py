@@ -9,16 +9,18 @@ import fcntl
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import machine_expectations
 import pytest
 import recorded_hosts
+from machine_expectations import plan, sentences
 
 from ansible_collections.rankzero.inference.plugins.plugin_utils import nccl
-from ansible_collections.rankzero.inference.plugins.plugin_utils.plan import HostInput, Request, build_plan
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 MIB = 1 << 20
@@ -41,6 +43,7 @@ PLAY = """
       run_once: true
 """
 Facts = dict[str, Any]
+MACHINES = [name for name in recorded_hosts.names() if recorded_hosts.load(name)["kind"] == "machine"]
 FactsOf = Callable[[str], dict[str, Facts]]
 
 
@@ -64,10 +67,10 @@ def gathered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Fa
     return facts
 
 
-def gather(root: pathlib.Path, results: pathlib.Path) -> None:
+def gather(root: pathlib.Path, results: pathlib.Path, names: Sequence[str] = recorded_hosts.names()) -> None:
     library = subprocess.run([sys.executable, str(ROOT / "tests/fake_nvml/build.py")], capture_output=True, text=True, check=True).stdout.strip()
     inventory = {}
-    for fixture in recorded_hosts.names():
+    for fixture in names:
         for host, one in recorded_hosts.write(fixture, root / fixture).items():
             inventory[f"{fixture}/{host}"] = variables(one, library)
     (root / "model").mkdir()
@@ -89,28 +92,27 @@ def gather(root: pathlib.Path, results: pathlib.Path) -> None:
 
 
 def variables(one: recorded_hosts.Recorded, library: str) -> Facts:
-    one.tree.write_network_state(["127.0.0.1"])
+    one.tree.write_network_state(list(one.resolves_to))
     state = one.tree.root / "nvml.state"
     if one.nvml is not None:
         state.write_text(one.nvml, encoding="ascii")
+    if one.library_version:
+        library = versioned(library, one.tree.root / "driver", one.library_version)
     driver = {"FAKE_NVML_STATE": str(state), **({"LD_LIBRARY_PATH": library} if one.library else {})}
     return {"ansible_connection": "local", "ansible_python_interpreter": sys.executable, "tree": str(one.tree.root), "driver": driver}
+
+
+def versioned(library: str, folder: pathlib.Path, version: str) -> str:
+    """A copy of the library under the name that a driver package gives it, and the link that the loader looks for."""
+    folder.mkdir()
+    shutil.copy(os.path.join(library, "libnvidia-ml.so.1"), folder / f"libnvidia-ml.so.{version}")
+    (folder / "libnvidia-ml.so.1").symlink_to(f"libnvidia-ml.so.{version}")
+    return str(folder)
 
 
 @pytest.fixture
 def facts_of(gathered: dict[str, dict[str, Facts]]) -> FactsOf:
     return lambda name: gathered[name]
-
-
-def plan(hosts: dict[str, Facts], gpus: int = 1, options: Facts | None = None, **profile: Any) -> Facts:
-    """A replica of one rank on each host, with all GPUs that are asked for."""
-    wanted = {"engine": "sim", "tp": gpus * len(hosts), "nodes": len(hosts), "gpus_per_node": gpus, "model_path": model(hosts), **profile}
-    inputs = tuple(HostInput(name, facts, service_manager="systemd") for name, facts in hosts.items())
-    return build_plan(Request(replica="glm", profile=wanted, hosts=inputs, options=options or {}))
-
-
-def model(hosts: dict[str, Facts]) -> str:
-    return str(next(iter(next(iter(hosts.values()))["models"])))
 
 
 def environments(hosts: dict[str, Facts], *arguments: Any, **more: Any) -> dict[str, dict[str, str]]:
@@ -123,7 +125,7 @@ def environments(hosts: dict[str, Facts], *arguments: Any, **more: Any) -> dict[
 def faults(hosts: dict[str, Facts], *arguments: Any, **more: Any) -> str:
     found = plan(hosts, *arguments, **more)
     assert found["faults"] and not found["shards"]
-    return "\n".join(f"{fault['host']} {fault['field']}: {fault['seen']}; {fault['wanted']}; {fault['hint']}" for fault in found["faults"])
+    return "\n".join(sentences(found["faults"]))
 
 
 def ports(facts: Facts) -> dict[str, Facts]:
@@ -131,8 +133,16 @@ def ports(facts: Facts) -> dict[str, Facts]:
 
 
 def test_every_fixture_has_a_test() -> None:
+    """Those of kind `machine` say themselves what must come of them."""
     known = set(recorded_hosts.GID_TABLES) | {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
-    assert set(recorded_hosts.names()) <= known and set(recorded_hosts.WRITERS) == set(recorded_hosts.names())
+    others = set(recorded_hosts.names()) - set(MACHINES)
+    assert others <= known and set(recorded_hosts.WRITERS) == others and MACHINES
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_machines(facts_of: FactsOf, name: str) -> None:
+    machine_expectations.check(recorded_hosts.load(name)["expect"], facts_of(name))
+
 
 def fabric_env(host: Facts, peer: Facts, **fabric: Any) -> dict[str, dict[str, str]]:
     options = {"replica_fabrics": {"compute": fabric}, "replica_fabric": "compute"} if fabric else {}
