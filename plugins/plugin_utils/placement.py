@@ -379,8 +379,9 @@ def _warn_of_findings(ranked: list[Candidate], gpus: t.Mapping[str, tuple[Gpu, .
             told = list(gpu["health"]["reasons"])
             if gpu["compute_mode"] == "exclusive_process":
                 told.append("it is in compute mode exclusive_process: a second process on it fails")
-            if _hidden_mib(gpu) and gpu["memory"]["model"] == "coherent":
-                told.append("%d MiB are in use and no process holds them (page cache, or a process that the host does not list)" % gpu["memory"]["unattributed_mib"])
+            hidden = _hidden_mib(gpu)
+            if hidden and gpu["memory"]["model"] == "coherent":
+                told.append("%d MiB are in use and no process holds them (page cache, or a process that the host does not list)" % hidden)
             for text in told:
                 findings.warn(
                     "gpus",
