@@ -11,17 +11,27 @@ import pathlib
 import time
 import typing as t
 
-from ansible.errors import AnsibleActionFail
+from ansible.errors import AnsibleActionFail, AnsibleError
 from ansible.plugins.action import ActionBase
 from ansible.utils.display import Display
 
-from ansible_collections.rankzero.inference.plugins.plugin_utils import collection_files, convergence, engines, hostvars, render, run_identity, secrets
+from ansible_collections.rankzero.inference.plugins.plugin_utils import (
+    collection_files,
+    convergence,
+    engines,
+    hostvars,
+    render,
+    run_identity,
+    secrets,
+    way_back,
+)
 from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Fault, Findings, report
 from ansible_collections.rankzero.inference.plugins.plugin_utils.plan import HostInput, Request, build_plan
 from ansible_collections.rankzero.inference.plugins.plugin_utils.render import sha256
 from ansible_collections.rankzero.inference.plugins.plugin_utils.tables import plan_text
 
 display = Display()
+KEY_FILE = "replica_api_key_file"
 OPTIONS = (
     "replica_fabric",
     "replica_fabrics",
@@ -39,6 +49,7 @@ ARGUMENTS: dict[str, t.Any] = {
     "group": {"type": "str"},
     "hosts": {"type": "list", "elements": "str"},
     "api_key": {"type": "raw", "no_log": True},
+    "api_key_file": {"type": "str"},
     "options": {"type": "dict", "default": {}},
     "recorded": {"type": "bool", "default": False},
     "plan_file": {"type": "str"},
@@ -67,7 +78,8 @@ class ActionModule(ActionBase):
     def _plan(self, arguments: dict[str, t.Any], task_vars: t.Any) -> dict[str, t.Any]:
         findings = Findings()
         replica = hostvars.plain(arguments["replica"])
-        key = secrets.check(hostvars.plain(arguments["api_key"]), findings)
+        path = hostvars.text(arguments["api_key_file"])
+        key = self._key_in(path, findings) if path else secrets.check(hostvars.plain(arguments["api_key"]), findings)
         played = [str(host) for host in task_vars.get("ansible_play_hosts_all") or ()]
         among = set(arguments["hosts"] or played)
         hosts = tuple(self._host(host, task_vars, arguments["recorded"]) for host in played if host in among)
@@ -87,7 +99,20 @@ class ActionModule(ActionBase):
             plan.update({"faults": plan["faults"] + [fault.as_dict() for fault in findings.faults], "shards": {}, "leader": None, "fingerprint": None})
         self._warn_about_forks(plan, task_vars)
         self._compare(plan, request)
+        plan["way_back"] = way_back.choose(str(replica), {host.name: host.facts for host in hosts})
         return plan
+
+    def _key_in(self, path: str, findings: Findings) -> str | None:
+        """The key in a file on the controller, as the file lookup finds and reads it: plain or vaulted."""
+        try:
+            text = self._loader.get_text_file_contents(self._find_needle("files", path)).rstrip()
+        except (AnsibleError, OSError, UnicodeError) as error:
+            problem = " ".join(str(error).split("\n")[0].split()) or type(error).__name__
+            findings.fault(KEY_FILE, "%s: %s" % (path, problem), "a file on the controller that holds the key", "Give a path that this user can read.")
+            return None
+        if not text:
+            findings.fault(KEY_FILE, "%s, which is empty" % path, "a file on the controller that holds the key", "Without a key anybody could use the replica.")
+        return secrets.check(hostvars.plain(text), findings)
 
     @staticmethod
     def _compare(plan: dict[str, t.Any], request: Request) -> None:

@@ -23,6 +23,7 @@ ARGUMENTS: dict[str, t.Any] = {
     "shard": {"type": "dict", "default": {}},
     "api_key": {"type": "str", "no_log": True},
     "fingerprint": {"type": "str"},
+    "way_back": {"type": "dict"},
     "enabled": {"type": "bool", "default": True},
     "replica_root": {"type": "str", "default": "/"},
     "log_file": {"type": "str"},
@@ -53,7 +54,7 @@ class ActionModule(ActionBase):
     def _present(self) -> dict[str, t.Any]:
         shard = hostvars.plain(self._arguments["shard"])
         if not shard:
-            return self._absent(["the plan has no shard on this host"])
+            return self._without_part()
         planned = shard.get("converge")
         if planned and not planned["reasons"]:
             return self._converged(shard, [])  # the plan of this very run has rendered and compared it
@@ -83,21 +84,40 @@ class ActionModule(ActionBase):
         """Nothing to do but to prove it, where C(reasons) says that it is not proven; a lock that a dead run has left goes all the same."""
         return {**self._unlocked(), "changed": bool(reasons), "reasons": reasons, "revision": shard["fingerprint"]}
 
+    def _without_part(self) -> dict[str, t.Any]:
+        """What a host has of the replica is stopped, and kept until the others have proven that they do without it: it may be the way back."""
+        reasons = ["the plan has no shard on this host"]
+        if not self._record:
+            return self._absent(reasons)
+        if not (self._record.get("unit") or {}).get("active"):
+            return {**self._nothing(), "reasons": reasons}
+        return {**self._call(state="stopped", supervisord=self._supervisord()), "reasons": reasons}
+
     def _restored(self) -> dict[str, t.Any]:
-        """To a kept revision that was asked for, or back to what node facts saw before this run changed anything."""
+        """To a kept revision that was asked for, or to the one that was chosen for all ranks before this run changed anything."""
         wanted = hostvars.text(self._arguments["fingerprint"])
         if wanted:
             return self._call(state="restored", target=wanted, fingerprint=wanted, supervisord=self._supervisord())
-        shard = hostvars.plain(self._arguments["shard"])
-        before = (self._record or {}).get("revision")
-        if not shard and not self._record:
+        if self._arguments["way_back"] is None:
+            raise AnsibleActionFail("state=restored needs a fingerprint, or the way_back of a plan (rankzero.inference.replica_plan)")
+        back = hostvars.plain(self._arguments["way_back"])
+        shard, before = hostvars.plain(self._arguments["shard"]), (self._record or {}).get("revision")
+        target = back["revision"] if self._host in back["hosts"] else None
+        if not (shard or self._record or self._called()):
             return self._nothing()
-        if shard and before == shard["fingerprint"]:
-            return {**self._nothing(), "revision": before, "reasons": ["revision %s was there before this deploy, and stays" % before]}
-        if not self._called():
-            return self._nothing()
+        if before == target is not None and (not self._called() or target == shard.get("fingerprint")):
+            return {**self._nothing(), "revision": target, "reasons": ["revision %s was there before this run, and stays" % target]}
+        # Where this run has called it may only undo under its own lock; where it had nothing to change, it takes the lock now.
         return self._with_log(
-            self._call(state="restored", only_own=True, fingerprint=before, failed_fingerprint=shard.get("fingerprint"), supervisord=self._supervisord())
+            self._call(
+                state="restored",
+                only_own=self._called(),
+                target=target,
+                fingerprint=target,
+                failed_fingerprint=shard.get("fingerprint"),
+                supervisord=self._supervisord(),
+                secrets={"tie_key": self._tie_key(str(self._arguments["replica"]), target)} if target and back["rekey"] else None,
+            )
         )
 
     def _with_log(self, result: dict[str, t.Any]) -> dict[str, t.Any]:
@@ -177,13 +197,13 @@ class ActionModule(ActionBase):
             if not self._arguments["api_key"]:
                 raise AnsibleActionFail("the plan gives this rank an API key, but api_key is not set: give shard the same key as replica_plan")
             found = secrets.files(str(self._arguments["api_key"]), shard["secret_files"])
-        return {**found, tie: self._tie_key(shard)} if tie else found
+        return {**found, tie: self._tie_key(shard["labels"]["replica"], shard["fingerprint"])} if tie else found
 
     @staticmethod
-    def _tie_key(shard: t.Mapping[str, t.Any]) -> str:
+    def _tie_key(replica: str, fingerprint: str) -> str:
         """The random key of this deploy: whichever fork comes first makes it, in the directory that all forks of this run of Ansible share and that
         goes with it. The controller keeps nothing; ranks that are not written by one run are written anew by the next (decision 9)."""
-        topic = hashlib.sha256(("%s %s" % (shard["labels"]["replica"], shard["fingerprint"])).encode()).hexdigest()[:16]
+        topic = hashlib.sha256(("%s %s" % (replica, fingerprint)).encode()).hexdigest()[:16]
         path = os.path.join(C.DEFAULT_LOCAL_TMP, "rankzero-tie-" + topic)
         draft = "%s.%d" % (path, os.getpid())
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -10,18 +10,33 @@ import typing as t
 from ansible_collections.rankzero.inference.plugins.plugin_utils import failures, hostvars, lifecycle
 
 
-def failure_summary(hosts: t.Sequence[str], variables: t.Any, plan: t.Mapping[str, t.Any], restored: t.Any = None, done: str = "deployed") -> str:
-    found = _failures(hosts, variables)
+def failure_summary(
+    hosts: t.Sequence[str], variables: t.Any, plan: t.Mapping[str, t.Any], done: str = "deployed", reachable: t.Sequence[str] | None = None
+) -> str:
     ranks = {str(host): int(shard["rank"]) for host, shard in plan["shards"].items()}
-    undone = {str(host): hostvars.plain(variables[host].get("__replica_restored") or {}) for host in hosts}
-    logs = {host: str(result["log_file"]) for host, result in undone.items() if result.get("log_file")}
+    back = hostvars.plain(plan["way_back"])
+    restored, proved = _registered(hosts, variables, "__replica_restored"), _registered(hosts, variables, "__replica_proved")
     return failures.summary(
-        str(plan["replica"]), found, ranks, hostvars.text(restored), logs, str(done), any(result.get("changed") for result in undone.values())
+        str(plan["replica"]),
+        _failures(hosts, variables),
+        ranks,
+        None if done == "restarted" else back["revision"],
+        {host: str(result["log_file"]) for host, result in restored.items() if result.get("log_file")},
+        str(done),
+        any(result.get("changed") for result in restored.values()),
+        {host: result for found in (proved, restored) for host, result in found.items() if result.get("failed")},
+        [] if reachable is None else [str(host) for host in hosts if host not in reachable and str(host) in {*ranks, *back["hosts"]}],
+        any(result.get("ready") for result in proved.values()),
     )
 
 
 def was_locked(hosts: t.Sequence[str], variables: t.Any) -> bool:
     return failures.was_locked(_failures(hosts, variables).values())
+
+
+def are_back(hosts: t.Sequence[str], variables: t.Any, back: t.Mapping[str, t.Any], reachable: t.Sequence[str]) -> bool:
+    restored = _registered(hosts, variables, "__replica_restored")
+    return failures.are_back(_failures(hosts, variables).values(), hostvars.plain(back), restored, list(map(str, reachable)))
 
 
 def stopped_replicas(facts: t.Any) -> list[str]:
@@ -32,6 +47,10 @@ def _failures(hosts: t.Sequence[str], variables: t.Any) -> dict[str, t.Any]:
     return {str(host): hostvars.plain(variables[host].get("ansible_failed_result")) for host in hosts}
 
 
+def _registered(hosts: t.Sequence[str], variables: t.Any, name: str) -> dict[str, t.Any]:
+    return {str(host): hostvars.plain(variables[host].get(name) or {}) for host in hosts}
+
+
 class FilterModule:
     def filters(self) -> dict[str, t.Callable[..., t.Any]]:
-        return {"failure_summary": failure_summary, "was_locked": was_locked, "stopped_replicas": stopped_replicas}
+        return {"failure_summary": failure_summary, "was_locked": was_locked, "are_back": are_back, "stopped_replicas": stopped_replicas}

@@ -18,6 +18,7 @@ from ansible_collections.rankzero.inference.plugins.module_utils.revisions impor
 from ansible_collections.rankzero.inference.plugins.module_utils.service_managers import Manager, RunCommand, ServiceError, Supervisor, Systemd
 
 KEEP_REVISIONS = 3
+TIE_KEY = "tie_key"
 # Shown in a diff; the programs that belong to the collection are named there, not printed.
 _SHOWN_SUFFIXES = (".service", ".conf", ".json", ".env")
 
@@ -64,6 +65,22 @@ class Deployment:
                 return manager
         return None
 
+    def _unmanaged(self, manager: Manager) -> t.List[int]:
+        """Processes of the shard that no supervisord looks after any more, because it was killed. systemd has its control group for that."""
+        return self._marked() if manager.name == "supervisor" and not manager.active() else []
+
+    def _stop(self, manager: Manager) -> None:
+        """Stop the service, and what it was that nobody manages."""
+        manager.stop(120)
+        left = self._unmanaged(manager)
+        if left:
+            self._act("end %d processes of the shard that run without its supervisord" % len(left), self._end_marked)
+
+    def _restart(self, manager: Manager) -> None:
+        if self._unmanaged(manager):
+            self._stop(manager)
+        manager.restart()
+
     def _act(self, what: str, do: t.Callable[[], t.Any]) -> None:
         self.actions.append(what)
         if not self.check:
@@ -106,7 +123,7 @@ class Deployment:
             self.revisions.clear_ready()
         if not running and not self.check and manager.read() is not None:
             # A run that ended badly must not count as a failure of the one that is started now.
-            manager.stop(120)
+            self._stop(manager)
             self.revisions.forget_run()
         if switched:
             self._act("switch current to revision %s" % fingerprint, lambda: self.revisions.activate(fingerprint))
@@ -114,19 +131,19 @@ class Deployment:
             self._act("install %s" % manager.path, lambda: manager.install(unit))
         elif not self.check:
             manager.install(unit)  # finishes what an interrupted run has begun
-        self._act("restart the service (%s)" % manager.name, manager.restart)
+        self._act("restart the service (%s)" % manager.name, lambda: self._restart(manager))
 
     def _unit_name(self, manager: Manager) -> str:
         return "inference-%s.service" % self.replica if manager.name == "systemd" else "supervisord.conf"
 
     def _retire(self, manager: Manager) -> None:
-        manager.stop(120)
+        self._stop(manager)
         manager.remove()
 
     # ---- restored
 
     def restored(self) -> None:
-        """Go back to the revision that was there before a deploy; with none, leave nothing."""
+        """Go back to a revision that is kept; with none, leave nothing. A key of the tie that is handed in replaces the revision's own."""
         fingerprint, failed = self.params.get("fingerprint"), self.params.get("failed_fingerprint")
         if not fingerprint:
             self.keep_log()
@@ -135,10 +152,18 @@ class Deployment:
         if fingerprint not in self.revisions.known():
             raise DeploymentError("revision %s is no longer on this host; known: %s" % (fingerprint, ", ".join(self.revisions.known()) or "none"))
         name = "systemd" if self.revisions.read(fingerprint, "inference-%s.service" % self.replica) is not None else "supervisor"
-        if self.revisions.linked("current") != fingerprint or self._has_ended() or not self._manager(name).active():
-            self._switch(fingerprint, self._manager(name), False)
-        if failed and failed != fingerprint and failed in self.revisions.known():
+        rekeyed = self._rekey(fingerprint)
+        if rekeyed or self.revisions.linked("current") != fingerprint or self._has_ended() or not self._manager(name).active():
+            self._switch(fingerprint, self._manager(name), rekeyed)
+        if failed and failed != fingerprint and failed in self.revisions.known() and not self.revisions.is_proven(failed):
             self._act("remove revision %s" % failed, lambda: self.revisions.forget(failed))
+
+    def _rekey(self, fingerprint: str) -> bool:
+        key = (self.params.get("secrets") or {}).get(TIE_KEY)
+        if key is None or self.revisions.read(fingerprint, "%s/%s" % (SECRETS, TIE_KEY)) in (None, key):
+            return False
+        self._act("give revision %s the ranks' new key" % fingerprint, lambda: self.revisions.replace_secret(fingerprint, TIE_KEY, key))
+        return True
 
     # ---- absent
 
@@ -215,7 +240,10 @@ class Deployment:
                 time.sleep(0.1)
         left = self._marked()
         if left:
-            raise DeploymentError("processes %s carry the marker of replica %s and did not end after SIGKILL" % (", ".join(map(str, left)), self.replica))
+            raise DeploymentError(
+                "processes %s are of replica %s and could not be ended by %s: end them as that user or as root, then run this again"
+                % (", ".join("%d (of %s)" % (pid, _user_of(pid)) for pid in left), self.replica, _name_of(os.geteuid()))
+            )
 
     def keep_log(self) -> None:
         """Read the last lines of the log, masked, before they are removed with everything else."""
@@ -227,8 +255,8 @@ class Deployment:
         manager = self._installed()
         if manager is None:
             return
-        if manager.active():
-            self._act("stop the service (%s)" % manager.name, lambda: manager.stop(120))
+        if manager.active() or self._unmanaged(manager):
+            self._act("stop the service (%s)" % manager.name, lambda: self._stop(manager))
         if self.params.get("enabled") is False and manager.starts_at_boot():
             self._act("keep the service from starting at boot (%s)" % manager.name, manager.disable)
 
@@ -239,7 +267,7 @@ class Deployment:
         if not self.check:
             self.revisions.forget_run() if self._has_ended() else self.revisions.clear_ready()
             manager.install(manager.read() or "")  # a service that was drained does not start at boot
-        self._act("restart the service (%s)" % manager.name, manager.restart)
+        self._act("restart the service (%s)" % manager.name, lambda: self._restart(manager))
 
     def _has_ended(self) -> bool:
         """How the last run ended says nothing about the one that is started now."""
@@ -329,6 +357,20 @@ def _read(pid: int, name: str) -> bytes:
             return stream.read()
     except OSError:
         return b""
+
+
+def _user_of(pid: int) -> str:
+    try:
+        return _name_of(os.stat("/proc/%d" % pid).st_uid)
+    except OSError:
+        return "nobody any more"
+
+
+def _name_of(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return "uid %d" % uid
 
 
 def _user(name: str) -> t.Optional[pwd.struct_passwd]:

@@ -9,6 +9,7 @@ operator gave under a telling name (`HF_TOKEN`, `--hf-token`) are secrets as wel
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
@@ -17,8 +18,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 from urllib.parse import quote
 
-from ansible_collections.rankzero.inference.plugins.module_utils import small_files
+from ansible_collections.rankzero.inference.plugins.module_utils import secret_check, small_files
 from ansible_collections.rankzero.inference.plugins.module_utils.log_signatures import MASK, SHORTEST_SECRET, mask
+
+SHORTEST_BASE64 = 8
+"""A shorter one could be a part of any word."""
 
 _TELLING = re.compile(r"(?:^|[_-])(?:tokens?|secrets?|passw(?:or)?d|passphrase|credentials?|api[_-]?keys?|access[_-]?key|private[_-]?key)$", re.IGNORECASE)
 _NOT_SECRET = re.compile(r"max|num|min|limit|len|size|file|path", re.IGNORECASE)
@@ -30,18 +34,21 @@ def of_replica(directory: str) -> list[str]:
     revisions = os.path.join(directory, "revisions")
     for name in small_files.names(revisions):
         folder = os.path.join(revisions, name, "secrets")
-        for secret in small_files.names(folder):
+        for secret in set(small_files.names(folder)) - {secret_check.NAME}:
             content, _problem = small_files.read_bytes(os.path.join(folder, secret))
             found.update(spellings((content or b"").decode("utf-8", "replace").strip()))
     return sorted(found, key=len, reverse=True)
 
 
 def spellings(secret: str) -> set[str]:
-    """A secret as it is, and as Python, JSON, a shell, and a URL write it; its lines, where it has several."""
+    """A secret as it is, and as Python, JSON (once and twice), a shell, a URL, base64 and hexadecimals write it; its lines, where it has several."""
     found = {secret, *(line.strip() for line in secret.splitlines() if len(line) >= 8)}
-    for text in list(found):
+    for text in [text for text in found if len(text) >= SHORTEST_SECRET]:
         found |= {
+            *_base64(text.encode("utf-8", "surrogateescape")),
+            text.encode("utf-8", "surrogateescape").hex(),
             json.dumps(text)[1:-1],
+            json.dumps(json.dumps(text)[1:-1])[1:-1],
             repr(text)[1:-1],
             shlex.quote(text),
             text.replace("'", "'\\''"),
@@ -50,6 +57,17 @@ def spellings(secret: str) -> set[str]:
             quote(text),
         }
     return {text for text in found if len(text) >= SHORTEST_SECRET}
+
+
+def _base64(secret: bytes) -> set[str]:
+    """What stands for the secret wherever it begins within a longer text: three ways, without the characters that its neighbours decide too."""
+    found = set()
+    for before in range(3):
+        whole = base64.b64encode(b"\0" * before + secret).decode("ascii")
+        part = whole[(before * 8 + 5) // 6 : (before + len(secret)) * 8 // 6]
+        if len(part) >= SHORTEST_BASE64:
+            found |= {part, part.replace("+", "-").replace("/", "_")}
+    return found
 
 
 def is_telling(name: str) -> bool:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from ansible_collections.rankzero.inference.plugins.module_utils import evidence, http_probe, log_signatures, nvidia, processes, small_files
+from ansible_collections.rankzero.inference.plugins.module_utils.revisions import Revisions
 
 RunCommand = Callable[..., "tuple[int, str, str]"]
 
@@ -44,6 +45,7 @@ _RUN_START = re.compile(r"run_shard: \S+ rank \d+ of \d+, fingerprint \S+, run \
 class Places(NamedTuple):
     """Where the files of one shard are."""
 
+    root: str
     revision: str
     state_dir: str
     log: str
@@ -53,6 +55,7 @@ class Places(NamedTuple):
 
 def places(replica: str, root: str) -> Places:
     return Places(
+        root=root,
         revision=os.path.join(root, "etc/rankzero", replica, "current"),
         state_dir=os.path.join(root, "run/rankzero", replica),
         log=os.path.join(root, "var/log/rankzero", replica, "shard.log"),
@@ -392,11 +395,12 @@ def mark(where: Places, seen: Mapping[str, Any], verdict: dict[str, Any]) -> tup
     """Write ready.json for a shard that is ready, remove it for one that has failed: (whether something changed, the verdict).
 
     A mark of the same run stays as it is: it says since when the run is proven. A shard whose mark cannot be written is not ready,
-    as nobody else would know of it.
+    as nobody else would know of it. The revision keeps that it was proven once: later runs may go back to it.
     """
     path = os.path.join(where.state_dir, "ready.json")
     try:
         if verdict["ready"]:
+            Revisions(where.root, seen["launch"]["replica"]).mark_proven(seen["launch"]["fingerprint"], seen["now"])
             return _write_mark(path, seen, verdict), verdict
         if verdict["failed"]:
             os.unlink(path)
@@ -408,7 +412,7 @@ def mark(where: Places, seen: Mapping[str, Any], verdict: dict[str, Any]) -> tup
                 "stage": "failed",
                 "ready": False,
                 "failed": True,
-                "reason": f"{path} cannot be written: {error.strerror}",
+                "reason": f"{error.filename or path} cannot be written: {error.strerror}",
                 "hint": "Run the gate as the user that owns the state directory, or with become.",
             }
     return False, verdict

@@ -10,14 +10,17 @@ as written before it is on the disk: a power cut leaves old or new, too.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import stat
 import typing as t
 
-from ansible_collections.rankzero.inference.plugins.module_utils import small_files
+from ansible_collections.rankzero.inference.plugins.module_utils import secret_check, small_files
 
 SECRETS = "secrets"
+PROVEN = "proven.json"
+"""Beside a revision's files from the moment that the gate has passed on this host: C({at: epoch seconds}). Proven is a revision that all ranks have so."""
 
 
 class Revisions:
@@ -69,9 +72,10 @@ class Revisions:
     def same(self, fingerprint: str, files: t.Mapping[str, str], secrets: t.Mapping[str, str]) -> bool:
         """True where the revision holds exactly these files and secrets, with the modes that they were given."""
         directory = self.path(fingerprint)
-        if not _holds(directory, 0o750, [*files, *([SECRETS] if secrets else [])]) or (
-            secrets and not _holds("%s/%s" % (directory, SECRETS), 0o700, list(secrets))
-        ):
+        beside = [SECRETS] if secrets else []
+        if self.is_proven(fingerprint):
+            beside.append(PROVEN)
+        if not _holds(directory, 0o750, [*files, *beside]) or secret_check.problems("%s/%s" % (directory, SECRETS)):
             return False
         wanted = [(name, text, _mode(name)) for name, text in files.items()] + [("%s/%s" % (SECRETS, name), text, 0o600) for name, text in secrets.items()]
         return all(_is_file("%s/%s" % (directory, name), mode) and self.read(fingerprint, name) == text for name, text, mode in wanted)
@@ -88,8 +92,11 @@ class Revisions:
                 write_file("%s/%s" % (unfinished, name), text, _mode(name), owner.of_config())
             if secrets:
                 _directory("%s/%s" % (unfinished, SECRETS), 0o700, owner.of_secrets())
-            for name, text in secrets.items():
-                write_file("%s/%s/%s" % (unfinished, SECRETS, name), text, 0o600, owner.of_secrets())
+                for name, text in {**secrets, secret_check.NAME: secret_check.content(secrets)}.items():
+                    write_file("%s/%s/%s" % (unfinished, SECRETS, name), text, 0o600, owner.of_secrets())
+            proof = self.read(fingerprint, PROVEN)  # a damaged revision that is written again was proven with just these files
+            if proof is not None:
+                write_file("%s/%s" % (unfinished, PROVEN), proof, 0o640, owner.of_config())
             sync_directory(unfinished)
             _exchange(unfinished, self.path(fingerprint), "%s/.old-%s" % (parent, fingerprint))
         except BaseException:
@@ -97,12 +104,32 @@ class Revisions:
             raise
         sync_directory(parent)
 
+    def replace_secret(self, fingerprint: str, name: str, text: str) -> None:
+        """Another value for one secret of a revision, which keeps its owner and mode."""
+        directory = "%s/%s" % (self.path(fingerprint), SECRETS)
+        status = os.stat("%s/%s" % (directory, name))
+        held = {one: self.read(fingerprint, "%s/%s" % (SECRETS, one)) for one in os.listdir(directory) if one != secret_check.NAME}
+        after = {**{one: content for one, content in held.items() if content is not None}, name: text}
+        for one, content in ((name, text), (secret_check.NAME, secret_check.content(after))):
+            replace_file("%s/%s" % (directory, one), content, 0o600, Owner(status.st_uid, status.st_gid, False))
+
+    def is_proven(self, fingerprint: t.Optional[str]) -> bool:
+        return fingerprint is not None and os.path.isfile("%s/%s" % (self.path(fingerprint), PROVEN))
+
+    def mark_proven(self, fingerprint: str, at: float) -> None:
+        """Remember, for as long as the revision is kept, that the gate has passed with it on this host."""
+        if not self.is_proven(fingerprint):
+            replace_file("%s/%s" % (self.path(fingerprint), PROVEN), json.dumps({"at": round(at, 3)}) + "\n", 0o640)
+
     def activate(self, fingerprint: str) -> None:
-        """Point C(current) at a revision and C(previous) at the one before."""
-        before = self.linked("current")
+        """Point C(current) at a revision and C(previous) at the one before.
+
+        One that was never proven is no way back: C(previous) then stays where it is, however many deploys in a row are interrupted.
+        """
+        before, way_back = self.linked("current"), self.linked("previous")
         if before == fingerprint:
             return
-        if before is not None:
+        if before is not None and (self.is_proven(before) or way_back in (None, fingerprint) or not self.is_proven(way_back)):
             _link("%s/previous" % self.directory, "revisions/" + before)
         _link("%s/current" % self.directory, "revisions/" + fingerprint)
 
@@ -114,14 +141,22 @@ class Revisions:
             if self.linked(name) == fingerprint:
                 os.unlink("%s/%s" % (self.directory, name))
         _remove(self.path(fingerprint))
-        others = [name for name in self.known() if name != self.linked("current")]
+        others = [name for name in self._worth() if name != self.linked("current")]
         if others and self.linked("current") and self.linked("previous") is None:
             _link("%s/previous" % self.directory, "revisions/" + others[-1])
 
+    def _worth(self) -> t.List[str]:
+        """Known revisions, those that were never proven first, and the oldest first among each kind."""
+        known = self.known()
+        return [name for name in known if not self.is_proven(name)] + [name for name in known if self.is_proven(name)]
+
     def prune(self, keep: int) -> None:
-        """Keep the newest C(keep) revisions, and in any case those that a link points at. What an interrupted run left half written goes too."""
+        """Keep C(keep) revisions, proven ones before others and new ones before old ones, and in any case those that a link points at.
+
+        What an interrupted run left half written goes too.
+        """
         linked = {self.linked("current"), self.linked("previous")}
-        known, parent = self.known(), self.directory + "/revisions"
+        known, parent = self._worth(), self.directory + "/revisions"
         half_written = [name for name in os.listdir(parent) if name.startswith((".new-", ".old-"))] if os.path.isdir(parent) else []
         for name in known[: max(0, len(known) - keep)] + half_written:
             if name not in linked:
@@ -246,12 +281,12 @@ def write_file(path: str, text: str, mode: int, owner: t.Optional[Owner] = None)
         raise OSError(error.errno, error.strerror or str(error), path) from error
 
 
-def replace_file(path: str, text: str, mode: int) -> None:
+def replace_file(path: str, text: str, mode: int, owner: t.Optional[Owner] = None) -> None:
     """Write a file by rename: whoever reads it sees the old text or the new one."""
     unfinished = path + ".new"
     _remove(unfinished)
     try:
-        write_file(unfinished, text, mode)
+        write_file(unfinished, text, mode, owner)
         os.rename(unfinished, path)
     except BaseException:
         _remove(unfinished)

@@ -96,16 +96,24 @@ class Supervisor:
             replace_file(self.path, text, 0o640)
 
     def _pid(self) -> t.Optional[int]:
-        """The pid of our supervisord: it must be alive and run with our configuration file."""
+        """The pid of our supervisord: by its pid file or, where that is lost, by its command line. It must be alive and run with our configuration file."""
         try:
             with open(self._pid_file, encoding="ascii") as stream:
-                pid = int(stream.read().strip())
-            with open("/proc/%d/cmdline" % pid, "rb") as stream_b:
-                words = stream_b.read().split(b"\0")
-            owner = os.stat("/proc/%d" % pid).st_uid
+                named = int(stream.read().strip())
+            if self._is_ours(named):
+                return named
         except (OSError, ValueError):
-            return None
-        return pid if owner == os.geteuid() and _runs_supervisord(words, self.path.encode()) else None
+            pass
+        return next((int(name) for name in os.listdir("/proc") if name.isdecimal() and self._is_ours(int(name))), None)
+
+    def _is_ours(self, pid: int) -> bool:
+        try:
+            with open("/proc/%d/cmdline" % pid, "rb") as stream:
+                words = stream.read().split(b"\0")
+            owner = os.stat("/proc/%d" % pid).st_uid
+        except OSError:
+            return False
+        return owner == os.geteuid() and _runs_supervisord(words, self.path.encode())
 
     def starts_at_boot(self) -> bool:
         return False

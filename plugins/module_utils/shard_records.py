@@ -14,7 +14,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from ansible_collections.rankzero.inference.plugins.module_utils import processes, small_files
+from ansible_collections.rankzero.inference.plugins.module_utils import processes, secret_check, small_files
+from ansible_collections.rankzero.inference.plugins.module_utils.revisions import PROVEN, SECRETS
 
 Facts = dict[str, Any]
 RunCommand = Callable[[list[str]], tuple[int, str, str]]
@@ -32,7 +33,8 @@ def read(
 ) -> dict[str, Facts]:
     """`{replica: shard}` in the shape of `shards` in docs/architecture.md, with `errors: {file: sentence}` beside, and what keeps a replica
     in its place when it is planned again: `gpus` (UUIDs), `leader_port`, `http_port`,
-    `tie_port`, `run_ports`; and `tie_id`, by which keys of the tie can be told apart.
+    `tie_port`, `run_ports`; `tie_id`, by which keys of the tie can be told apart; and `secret_problems`, sentences about secret files that are not
+    as a deploy wrote them.
 
     `run_command` is asked only when a replica has a systemd unit on this host: one `systemctl show` for all of them.
     """
@@ -76,7 +78,7 @@ def read_shard(
     launch = load(os.path.join(current, "launch.json"), errors) if os.path.lexists(current) else {}
     state = load(os.path.join(run, "state.json"), errors)
     supervisor = running_supervisor(state, proc_root)
-    service = systemd_service(unit, replica, unit_directory) if unit else supervisor_service(base, supervisor)
+    service = systemd_service(unit, replica, unit_directory) if unit else supervisor_service(base, supervisor, proc_root)
     shard: Facts = {
         "rank": whole(launch.get("rank")),
         "nodes": whole(launch.get("nodes")),
@@ -99,6 +101,7 @@ def read_shard(
     tie = launch["tie"] if isinstance(launch.get("tie"), dict) else {}
     shard["run_ports"] = [port for port in tie.get("run_ports") or [] if whole(port)] if isinstance(tie.get("run_ports"), list) else []
     shard["tie_id"] = tie_id(os.path.join(current, "secrets", "tie_key")) if tie else None
+    shard["secret_problems"] = secret_check.problems(os.path.join(current, SECRETS))
     shard["revisions"] = kept_revisions(base)
     shard["gpus"] = [gpu["uuid"] for gpu in entries(launch.get("gpus")) if isinstance(gpu.get("uuid"), str)]
     # What a run wrote before it was killed says nothing about now.
@@ -106,6 +109,8 @@ def read_shard(
         shard["detail"] = "the service is not running; its last run was in stage %s" % shard["stage"]
         shard["stage"] = "stopped"
     shard.update(readiness(os.path.join(run, "ready.json"), shard, errors))
+    for kept in shard["revisions"]:
+        kept["proven"] = kept["proven"] or (shard["ready"] and kept["revision"] == shard["revision"])
     if shard["rank"] is not None:
         shard["pids"] = pids(replica, shard["rank"], state, supervisor, proc_root, table)
     return shard
@@ -153,9 +158,9 @@ def restarts(state: Facts, unit: Facts | None) -> int | None:
 
 
 def kept_revisions(base: str) -> list[Facts]:
-    """`[{revision, rank, nodes, tie_id, serves_http, budget_seconds, problem}]` of a replica, the oldest first.
+    """`[{revision, rank, nodes, tie_id, serves_http, budget_seconds, proven, problem}]` of a replica, the oldest first.
 
-    `problem` says why one cannot be started, else null.
+    `proven`: the gate has passed with it on this host. `problem` says why one cannot be started, else null.
     """
     parent = os.path.join(base, "revisions")
     try:
@@ -188,6 +193,7 @@ def kept_revision(folder: str, name: str) -> Facts:
         "tie_id": tie_id(os.path.join(folder, "secrets", "tie_key")) if "tie_key" in secrets else None,
         "serves_http": ready.get("serves_http") is True,
         "budget_seconds": whole(ready.get("budget_seconds")),
+        "proven": os.path.isfile(os.path.join(folder, PROVEN)),
         "problem": problem,
     }
 
@@ -201,11 +207,13 @@ def revision(link: str) -> str | None:
 
 
 def file_hashes(folder: str, errors: dict[str, str]) -> dict[str, str]:
-    """`{relative name: sha256}` of a revision's files. Secrets are left out: even their hashes tell whether a guess is right."""
+    """`{relative name: sha256}` of a revision's files. Secrets are left out: even their hashes tell whether a guess is right. So is its proof."""
     found: dict[str, str] = {}
     for directory, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if (directory, name) != (folder, "secrets"))
+        folders[:] = sorted(name for name in folders if (directory, name) != (folder, SECRETS))
         for name in sorted(names):
+            if (directory, name) == (folder, PROVEN):
+                continue
             path = os.path.join(directory, name)
             digest, problem = sha256(path)
             if digest is None:
@@ -289,18 +297,30 @@ def systemd_service(unit: Facts, replica: str, unit_directory: str) -> Facts:
     }
 
 
-def supervisor_service(base: str, supervisor: int | None) -> Facts:
-    """`unit` of a shard without a systemd unit: its run_shard.py is the proof of life. `enabled` is null: nothing starts it at boot."""
+def supervisor_service(base: str, supervisor: int | None, proc_root: str) -> Facts:
+    """`unit` of a shard without a systemd unit: its run_shard.py is the proof of life. `enabled` is null: nothing starts it at boot.
+
+    `state` is `unmanaged` where that runs without a supervisord above it, which somebody has killed: nothing would start it again.
+    """
     configuration = os.path.join(base, "supervisord.conf")
     known = os.path.lexists(configuration)
+    alone = known and supervisor is not None and not _below_supervisord(supervisor, proc_root)
     return {
         "name": "supervisord.conf" if known else None,
         "manager": "supervisor" if known else None,
         "active": supervisor is not None,
-        "state": "running" if supervisor is not None else "stopped",
+        "state": "stopped" if supervisor is None else "unmanaged" if alone else "running",
         "enabled": None,
         "sha256": sha256(configuration)[0] if known else None,
     }
+
+
+def _below_supervisord(pid: int, proc_root: str) -> bool:
+    for above in processes.ProcessTable(proc_root).line_of(pid):
+        words = (small_files.read_bytes(os.path.join(proc_root, str(above), "cmdline"))[0] or b"").split(b"\0")
+        if any(word.endswith(b"/supervisord.conf") for word in words) and any(os.path.basename(word) == b"supervisord" for word in words):
+            return True
+    return False
 
 
 def entries(value: Any) -> list[Facts]:

@@ -38,6 +38,9 @@ options:
   api_key:
     description: The API key. Only a salted scrypt digest of it takes part in the plan; the key itself does not.
     type: raw
+  api_key_file:
+    description: A file on the controller that holds the API key, found and read as the file lookup does, vaulted or not. It goes before O(api_key).
+    type: str
   options:
     description:
       - What else the operator decides, under the names of the role's variables - C(replica_fabric), C(replica_fabrics), C(replica_leader),

@@ -19,8 +19,9 @@ author:
 options:
   state:
     description:
-      - V(present) writes and starts the shard that O(shard) describes; on a host that has no part in the plan any more, what it has of the replica is removed.
-      - V(restored) goes back to the revision that node facts saw, or leaves nothing if there was none.
+      - V(present) writes and starts the shard that O(shard) describes. On a host that has no part in the plan any more, what it has of the replica is
+        stopped; V(absent) removes it once the others have proven themselves without it.
+      - V(restored) goes to the revision O(fingerprint), or where O(way_back) says, or leaves nothing if that is nothing.
       - V(absent) stops the service, ends every process that carries the replica's marker, and removes the files and users that this collection
         made. Model files are never touched.
         It returns when the shard's memory on GPUs is gone, its ports can be bound, and no process and no file of it is left, and fails naming what is not gone
@@ -44,8 +45,13 @@ options:
   fingerprint:
     description:
       - With O(state=restored), the kept revision to go to. Every host of the replica must go to the same one.
-      - Without it, O(state=restored) undoes what this run has done, and does nothing on a host where it has done nothing.
+      - Without it, O(state=restored) goes where O(way_back) says.
     type: str
+  way_back:
+    description:
+      - With O(state=restored), the C(way_back) of the plan, or of the choice of M(rankzero.inference.replica_revision), which is one for all hosts.
+      - A host where another run was in the way, or has taken over, is left alone.
+    type: dict
   enabled:
     description: With O(state=stopped), V(false) also keeps the service from coming back at the next boot. Whatever starts it again undoes that.
     type: bool
@@ -170,6 +176,7 @@ ARGUMENTS: t.Dict[str, t.Any] = {
     "shard": {"type": "dict", "default": {}},
     "api_key": {"type": "str", "no_log": True},
     "fingerprint": {"type": "str"},
+    "way_back": {"type": "dict"},
     "enabled": {"type": "bool", "default": True},
     "replica_root": {"type": "str", "default": "/"},
     # fingerprint, failed_fingerprint, files, unit_name, manager, supervisord, user, force_restart: what the action plugin rendered.

@@ -28,11 +28,15 @@ def reasons(record: t.Mapping[str, t.Any] | None, shard: t.Mapping[str, t.Any], 
         found.append("revision %s is not current (%s is)" % (fingerprint, record.get("revision") or "none"))
     else:
         found += _changed_files(_mapping(record.get("files_sha256")), rendered)
+        problems = record.get("secret_problems")
+        found += ["secret files: %s" % "; ".join(map(str, problems))] if isinstance(problems, list) and problems else []
     unit = _mapping(record.get("unit"))
     if unit.get("sha256") != sha256(rendered.unit) or unit.get("manager") != shard["service_manager"]:
         found.append("the service file differs")
     if not unit.get("active"):
         found.append("the service is not active")
+    elif unit.get("state") == "unmanaged":
+        found.append("the shard runs without its supervisord, which was killed, so that nothing would start it again")
     elif record.get("stage") not in RUNNING_STAGES:
         found.append("the shard is %s" % (record.get("stage") or "not running"))
     elif not record.get("ready"):

@@ -18,20 +18,36 @@ def summary(
     logs: t.Mapping[str, str] | None = None,
     done: str = "deployed",
     moved: bool = True,
+    undoing: t.Mapping[str, Result] | None = None,
+    unreachable: t.Collection[str] = (),
+    proven: bool = True,
 ) -> str:
     """C(failures): host -> failed result or None.  C(ranks): host -> planned rank.  C(restored): the revision that is back, or None.  C(logs): host -> file
     on the controller with the last lines of its log, which is gone from the host.  C(done): what was to be done.
     C(moved): whether restoring changed anything: a revision that was deployed once more fails where it is.
+    C(undoing): host -> failed result of restoring, or of the gate after it.  C(unreachable): hosts that left the play.  C(proven): whether that gate passed.
 
     Ranks that only gave up because of another are left out; a rank whose log tells a cause comes first, since the others often just lost it.
     """
     culprits = [(host, failure) for host, failure in failures.items() if failure and not failure.get("gave_up")]
     culprits.sort(key=lambda item: (not _cause(item[1]), ranks.get(item[0], 1 << 30), item[0]))
-    lines = ["Replica %s was not %s. %s" % (replica, done, _left(failures, restored, done, moved))]
+    after = sorted((undoing or {}).items(), key=lambda item: (bool(item[1].get("gave_up")), ranks.get(item[0], 1 << 30), item[0]))
+    state = _left(failures, restored, done, moved)
+    if not was_locked(failures.values()) and (after or unreachable):
+        state = _half_left(restored, [failure for _host, failure in after], proven)
+    lines = ["Replica %s was not %s. %s" % (replica, done, state)]
     lines += ["  %s: %s" % (_who(host, ranks), _why(failure)) for host, failure in culprits]
+    lines += ["  %s: it cannot be reached, and is as this run left it; the next run finishes it" % _who(host, ranks) for host in sorted(unreachable)]
+    lines += ["  on the way back, %s: %s" % (_who(host, ranks), _why(failure)) for host, failure in after if not failure.get("gave_up")]
     kept = sorted((logs or {}).items(), key=lambda item: (ranks.get(item[0], 1 << 30), item[0]))
     lines += ["  log of %s: %s" % (_who(host, ranks), path) for host, path in kept]
     return "\n".join(lines)
+
+
+def are_back(failures: t.Iterable[Result | None], back: t.Mapping[str, t.Any], restored: t.Mapping[str, Result], reachable: t.Collection[str]) -> bool:
+    """Whether all ranks of the revision to go back to are there to be proven: none was another run's, is out of reach, or could not be restored."""
+    hosts = back["hosts"]
+    return bool(hosts) and not was_locked(failures) and set(hosts) <= set(reachable) and not any(_mapping(restored.get(host)).get("failed") for host in hosts)
 
 
 def was_locked(failures: t.Iterable[Result | None]) -> bool:
@@ -49,13 +65,25 @@ def _left(failures: t.Mapping[str, Result | None], restored: str | None, done: s
     return "Nothing of it was left behind." if done == "deployed" else "It does not serve."
 
 
+def _half_left(restored: str | None, undoing: t.Sequence[Result], proven: bool) -> str:
+    if any("verdict" in failure or failure.get("gave_up") for failure in undoing):
+        return "Revision %s, which was there before, is back, but does not prove itself." % restored
+    if not undoing and restored and proven:
+        return "Revision %s, which was there before, is back." % restored
+    what = "revision %s could not be brought back on all ranks, so it does not serve" % restored if restored else "not all of it could be removed"
+    return what[0].upper() + what[1:] + ". Run this again, or remove the replica."
+
+
 def _who(host: str, ranks: t.Mapping[str, int]) -> str:
     return "rank %d (%s)" % (ranks[host], host) if host in ranks else host
 
 
 def _verdict(failure: Result) -> Result:
-    verdict = failure.get("verdict")
-    return verdict if isinstance(verdict, t.Mapping) else {}
+    return _mapping(failure.get("verdict"))
+
+
+def _mapping(value: t.Any) -> Result:
+    return value if isinstance(value, t.Mapping) else {}
 
 
 def _cause(failure: Result) -> str:

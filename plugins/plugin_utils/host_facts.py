@@ -320,6 +320,7 @@ _SHARD = {
                 "tie_id": _text,
                 "serves_http": _flag,
                 "budget_seconds": _whole(),
+                "proven": _flag,
                 "problem": _text,
             }
         )

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import typing as t
 
-from ansible_collections.rankzero.inference.plugins.plugin_utils import host_facts
+from ansible_collections.rankzero.inference.plugins.plugin_utils import host_facts, way_back
 from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings, natural_key
 from ansible_collections.rankzero.inference.plugins.plugin_utils.plan import check_locks
 
-DEFAULT_READY_SECONDS = 900
 Facts = t.Mapping[str, t.Any]
 Records = t.Mapping[str, Facts]  # host -> the shard as node facts saw it
 
@@ -33,7 +32,7 @@ def choose_revision(
 ) -> dict[str, t.Any]:
     """The revision that every rank has whole: the C(current) one, the C(previous) one, or the C(wanted) fingerprint. {} with faults.
 
-    C({replica, revision, before: {host: fingerprint|null}, shards: {host: {rank}}, leader: {host}, ready_timeout})
+    C({replica, revision, before: {host: fingerprint|null}, shards: {host: {rank}}, leader: {host}, ready_timeout, way_back}), C(way_back) as in way_back.py.
     """
     known = known_facts(facts, findings)
     records = {host: found["shards"][replica] for host, found in known.items() if replica in found["shards"]}
@@ -69,8 +68,18 @@ def choose_revision(
         "before": {host: records[host]["revision"] for host in order},
         "shards": {host: {"rank": entries[host]["rank"]} for host in order},
         "leader": {"host": order[0]},
-        "ready_timeout": max(budgets, default=DEFAULT_READY_SECONDS),
+        "ready_timeout": max(budgets, default=way_back.DEFAULT_READY_SECONDS),
+        "way_back": _way_back(replica, facts, records, order),
     }
+
+
+def _way_back(replica: str, facts: t.Mapping[str, t.Any], records: Records, order: list[str]) -> dict[str, t.Any]:
+    """Nothing is removed because a rollback fails: where nothing was proven, what all ranks had stays."""
+    found = way_back.choose(replica, facts)
+    before = {record["revision"] for record in records.values()}
+    if found["revision"] or len(before) != 1:
+        return found
+    return {**found, "revision": next(iter(before)), "hosts": {host: number for number, host in enumerate(order)}, "leader": order[0]}
 
 
 def _entry(record: Facts, revision: str) -> Facts | None:

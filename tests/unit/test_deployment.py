@@ -72,6 +72,7 @@ def test_a_revision_is_written_whole_with_its_modes_whatever_the_umask_is(store:
         "revisions/aaaa/run_shard.py": 0o750,
         "revisions/aaaa/secrets": 0o700,
         "revisions/aaaa/secrets/api_key": 0o600,
+        "revisions/aaaa/secrets/.check": 0o600,
     }
     assert [stat.S_IMODE(os.stat(path).st_mode) for path in (store.config_root, store.directory, store.state_dir, store.work_dir, store.log_dir)] == [
         0o755,

@@ -62,6 +62,7 @@ def test_all_ranks_go_back_to_the_revision_before_and_forward_again() -> None:
         "shards": {"b": {"rank": 0}, "a": {"rank": 1}},
         "leader": {"host": "b"},
         "ready_timeout": 60,
+        "way_back": {"revision": "new", "hosts": {"b": 0, "a": 1}, "leader": "b", "ready_timeout": 900, "rekey": False},
     }
     assert choose(seen, "current") == ("new", []) and choose(seen, wanted="older") == ("older", [])
     assert choose({"a": host(0, "old", "new"), "b": host(1, "old", "new")}) == ("new", [])

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import pathlib
 import shlex
@@ -22,13 +23,22 @@ KEYS = st.text(st.characters(min_codepoint=33, max_codepoint=126, exclude_charac
 
 @given(KEYS)
 def test_every_spelling_of_a_key_is_masked(key: str) -> None:
-    for written in (key, repr(["serve", key]), json.dumps({"k": key}), shlex.join(["x", key]), "?k=" + quote(key, safe="")):
+    nested = json.dumps({"message": json.dumps({"k": key})})
+    for written in (key, repr(["serve", key]), json.dumps({"k": key}), nested, shlex.join(["x", key]), "?k=" + quote(key, safe=""), key.encode().hex()):
         shown = mask(written, masking.all_spellings([key]))
         assert key not in shown and masking.MASK in shown
 
 
+@given(st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=9, max_size=24), st.text(max_size=5), st.text(max_size=5))
+def test_a_key_within_base64_is_masked(key: str, before: str, after: str) -> None:
+    for encode in (base64.b64encode, base64.urlsafe_b64encode):
+        written = encode((before + key + after).encode()).decode()
+        shown = mask(written, masking.all_spellings([key]))
+        assert masking.MASK in shown and len(shown.replace(masking.MASK, "")) <= len(written) - len(key)
+
+
 def test_an_ordinary_key_hides_nothing_but_itself() -> None:
-    assert masking.spellings("abcdef") == {"abcdef"}
+    assert masking.spellings("abcdef") == {"abcdef", "616263646566", "YWJjZGVm"}
     assert mask("bcde abcdef", masking.all_spellings(["abcdef"])) == "bcde ********"
     assert masking.spellings("abc") == set(), "masking so short a text would destroy the log"
 

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ansible_collections.rankzero.inference.plugins.module_utils import shard_records
+from ansible_collections.rankzero.inference.plugins.module_utils import secret_check, shard_records
 
 RUN = "20260131T120000-1"
 LAUNCH = {
@@ -48,10 +48,12 @@ def deploy(root: pathlib.Path, launch: object = None, replica: str = "glm") -> p
     base = root / "etc/rankzero" / replica
     for fingerprint in ("f1", "f2"):
         folder = base / "revisions" / fingerprint
-        (folder / "secrets").mkdir(parents=True)
+        (folder / "secrets").mkdir(mode=0o700, parents=True)
         (folder / "launch.json").write_text(launch if isinstance(launch, str) else json.dumps(launch), encoding="utf-8")
         (folder / "shard.env").write_text("A='1'\n", encoding="utf-8")
-        (folder / "secrets" / "api_key").write_text("sk-secret", encoding="utf-8")
+        for name, text in (("api_key", "sk-secret"), (".check", secret_check.content({"api_key": "sk-secret"}))):
+            (folder / "secrets" / name).write_text(text, encoding="utf-8")
+            (folder / "secrets" / name).chmod(0o600)
     (base / "current").symlink_to("revisions/f2")
     (base / "previous").symlink_to("revisions/f1")
     (base / "supervisord.conf").write_text("[supervisord]\n", encoding="utf-8")
@@ -139,12 +141,13 @@ def test_running_and_ready(tmp_path, service):
         "tie_port": None,
         "run_ports": [],
         "tie_id": None,
+        "secret_problems": [],
         "files_sha256": {"launch.json": hashlib.sha256(launch).hexdigest(), "shard.env": hashlib.sha256(b"A='1'\n").hexdigest()},
         "unit": {
             "name": "supervisord.conf",
             "manager": "supervisor",
             "active": True,
-            "state": "running",
+            "state": "unmanaged",
             "enabled": None,
             "sha256": hashlib.sha256(b"[supervisord]\n").hexdigest(),
         },
@@ -154,7 +157,7 @@ def test_running_and_ready(tmp_path, service):
 def test_no_secret_is_told(tmp_path):
     deploy(tmp_path)
     told = json.dumps(read(tmp_path))
-    assert "secret" not in told and hashlib.sha256(b"sk-secret").hexdigest() not in told
+    assert "sk-secret" not in told and hashlib.sha256(b"sk-secret").hexdigest() not in told
 
 
 @pytest.mark.parametrize("change", [{"run_id": "another"}, {"fingerprint": "f1"}, {"run_id": None}])
