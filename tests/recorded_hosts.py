@@ -100,7 +100,8 @@ def machine(fields: dict[str, Any], root: pathlib.Path) -> Recorded:
     for entry in fields.get("processes", ()):
         process(tree, **entry)
     if "memlock" in fields:
-        tree.process_limits(fields["memlock"], pid="1")
+        for pid in ("self", "1"):
+            tree.process_limits(fields["memlock"], pid=pid)
     if "meminfo" in fields:
         tree.meminfo(**fields["meminfo"])
     one.nvml = one.nvml if state is None else state

@@ -557,7 +557,7 @@ def nvlink_problem(ranks: t.Sequence[Rank], wanted: str | None) -> str | None:
         return "GPUs of several NVLink domains: %s" % ", ".join(keys)
     if wanted and wanted not in (keys[0], keys[0].rsplit("/", 1)[0]):
         return "GPUs of %s" % keys[0]
-    return next((problem for problem in map(_imex_problem, ranks) if problem), None)
+    return next((problem for problem in map(_imex_problem, ranks) if problem), None) or _imex_domains_differ(ranks)
 
 
 def _gpu_outside_domain(gpu: placement.Gpu) -> str | None:
@@ -583,6 +583,14 @@ def _imex_problem(one: Rank) -> str | None:
         waiting = ["%s %s" % (node.get("host"), node.get("status")) for node in nodes if node.get("status") != "ready" or node.get("unconnected")]
         return "an IMEX domain that is %s on %s%s" % (domain.get("status"), one.host.name, ": " + ", ".join(waiting) if waiting else "")
     return None if imex.get("channels") else "no IMEX channel device on %s" % one.host.name
+
+
+def _imex_domains_differ(ranks: t.Sequence[Rank]) -> str | None:
+    """Each daemon speaks for the node list that it was started with: two lists in one clique are two domains, and both are up."""
+    lists = [(one.host.name, sorted({str(node.get("host")) for node in one.facts["limits"]["imex"]["domain"].get("nodes") or ()}, key=natural_key)) for one in ranks]
+    known = [(host, nodes) for host, nodes in lists if nodes]
+    other = next((entry for entry in known if entry[1] != known[0][1]), None)
+    return other and "different IMEX domains: %s" % ", ".join("%s on %s" % (", ".join(nodes), host) for host, nodes in (known[0], other))
 
 
 def _imex_unknown(imex: Facts) -> str:
