@@ -56,12 +56,31 @@ def base(work_dir: str, build_env: t.Mapping[str, str]) -> Environment:
     return env
 
 
-def gpu_selection(env: Environment, gpus: t.Sequence[t.Mapping[str, t.Any]], token: str) -> None:
-    """CUDA_VISIBLE_DEVICES by UUID, or by index in PCI order for engines that parse integers (vllm#41848); empty hides every GPU."""
-    names = [str(gpu["uuid"] if token == "uuid" else gpu["index"]) for gpu in gpus]
+def gpu_selection(env: Environment, gpus: t.Sequence[t.Mapping[str, t.Any]], token: str, of_host: t.Sequence[t.Mapping[str, t.Any]]) -> None:
+    """CUDA_VISIBLE_DEVICES by UUID, or by CUDA's own number for engines that parse integers (vllm#41848); empty hides every GPU."""
+    numbers = cuda_numbers(of_host) if token == "index" else {}
+    names = [str(numbers.get(gpu["uuid"], gpu["index"]) if token == "index" else gpu["uuid"]) for gpu in gpus]
     env.set("CUDA_DEVICE_ORDER", "PCI_BUS_ID", "CUDA's own order is by speed and differs from NVML's (gpustack#1633)")
     listed = ", ".join("%s (%s)" % (gpu["index"], gpu["uuid"]) for gpu in gpus)
     env.set("CUDA_VISIBLE_DEVICES", ",".join(names), "the shard's GPUs: %s" % listed if gpus else "a CPU shard sees no GPU")
+
+
+def cuda_numbers(gpus: t.Sequence[t.Mapping[str, t.Any]]) -> dict[str, int]:
+    """UUID -> CUDA's number in PCI order, which counts the GPUs that can be opened, as NVML's index does not.
+
+    NVML counts GPUs that are lost or that a device cgroup holds back too, and does not promise an order (nvml.h). Empty where an address is missing.
+    """
+    whole = [gpu for gpu in gpus if not gpu["partition"]["kind"] and gpu["uuid"] and gpu["health"]["state"] not in ("lost", "not_permitted")]
+    places = {gpu["uuid"]: _pci_order(gpu["pci_bdf"]) for gpu in whole}
+    if None in places.values():
+        return {}
+    return {uuid: number for number, uuid in enumerate(sorted(places, key=lambda uuid: places[uuid] or ()))}
+
+
+def _pci_order(address: t.Any) -> tuple[int, ...] | None:
+    """C(0008:06:00.0) as numbers: domains are written with four digits or eight."""
+    parts = re.split(r"[:.]", str(address))
+    return tuple(int(part, 16) for part in parts) if len(parts) == 4 and all(re.fullmatch("[0-9a-fA-F]{1,8}", part) for part in parts) else None
 
 
 def bootstrap_interface(env: Environment, endpoint: Endpoint) -> None:

@@ -677,7 +677,7 @@ def _environment(
     one: Rank, shard: Shard, profile: Profile, engine: Engine, choice: fabric.Choice, proven: bool, domain: str | None, findings: Findings
 ) -> Environment:
     env = environment.base(shard.work_dir, one.build.get("env") or {})
-    environment.gpu_selection(env, one.gpus, engine.gpu_token)
+    environment.gpu_selection(env, one.gpus, engine.gpu_token, one.facts["gpus"])
     if one.endpoint:
         environment.bootstrap_interface(env, one.endpoint)
     environment.fabric_variables(env, choice, one.ports, nccl=one.build.get("nccl"), host=one.host.name, rank=one.rank, findings=findings)
