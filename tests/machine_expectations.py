@@ -112,7 +112,10 @@ def check_shard(one: Mapping[str, Any], host: str, shard: Mapping[str, Any], por
         used = [port["name"] for port in nccl.selected_ports(env.get("NCCL_IB_HCA", ""), ports)] if nccl.uses_verbs(env) else []
         assert sorted(used) == sorted(one["uses"][host]), f"{where} uses {used}"
     for name, index in one.get("gids", {}).get(host, {}).items():
-        ended = nccl.gid_index(next(port for port in ports if port["name"] == name), env)
+        port = next(port for port in ports if port["name"] == name)
+        ended = nccl.gid_index(port, env)
         assert ended == index, f"{where} {name}: NCCL ends at index {ended} instead of {index}"
+        told = next(hca["gid_address"] for hca in shard["hca_details"] if hca["name"] == name)
+        assert told == next(gid["address"] for gid in port["gids"] if gid["index"] == index), f"{where} {name}: run_shard.py compares with {told}"
     if host in one.get("chosen", {}):
         assert shard["gpus"] == one["chosen"][host], f"{where}: GPUs {shard['gpus']}"

@@ -21,6 +21,7 @@ from ansible_collections.rankzero.inference.plugins.plugin_utils import (
     gids,
     host_facts,
     model_checks,
+    nccl,
     placement,
     ports,
 )
@@ -786,14 +787,18 @@ def _planned_shard(
 
 
 def _hca_details(one: Rank, env: t.Mapping[str, str]) -> list[dict[str, t.Any]]:
-    """The chosen ports, with the GID entry that the launch's index means now: run_shard.py compares it at every start."""
-    index = env.get("NCCL_IB_GID_INDEX", "")
+    """The chosen ports, with the GID entry that NCCL ends at now under the launch's environment: run_shard.py compares it at every start.
+
+    C(gid_index) is null where NCCL is not told one and finds the entry by its address.
+    """
+    told = (env.get("NCCL_IB_GID_INDEX") or "-1").isdecimal()
     details = []
     for port in one.ports:
-        entry = next((gid for gid in port["gids"] if index.isdecimal() and gid.get("index") == int(index)), None)
+        index = nccl.gid_index(port, env) if port.get("transport") != "efa" else None
+        entry = next((gid for gid in port["gids"] if gid.get("index") == index), None) if index is not None else None
         address = gids.address_of(entry) if entry else None
         details.append(
-            {"name": port["name"], "port": port["port"], "gid_index": int(index) if address else None, "gid_address": str(address) if address else None}
+            {"name": port["name"], "port": port["port"], "gid_index": index if address and told else None, "gid_address": str(address) if address else None}
         )
     return details
 

@@ -109,6 +109,7 @@ def launch_document(shard: Plan, shared: t.Mapping[str, str]) -> dict[str, t.Any
         "stop_seconds": shard["stop_seconds"],
         "launches": [_launch(launch, shared) for launch in shard["launches"]],
         "gpus": list(shard["gpu_details"]),
+        "interface": shard["interface"],
         "hcas": list(shard["hca_details"]),
         "sysfs_root": shard["sysfs_root"],
         "ready": dict(shard["ready"]),

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib.util
+import ipaddress
 import json
 import pathlib
 import subprocess
@@ -13,6 +14,8 @@ import sys
 from typing import Any
 
 import pytest
+
+from ansible_collections.rankzero.inference.plugins.module_utils import network
 
 SCRIPT = pathlib.Path(__file__).resolve().parent.parent.parent / "roles/replica/files/run_shard.py"
 V1, V2 = "IB/RoCE v1", "RoCE v2"
@@ -66,8 +69,67 @@ def test_a_port_is_what_was_planned(run_shard: Any, tmp_path: pathlib.Path, tabl
 
 def test_a_port_that_is_gone_or_has_no_index(run_shard: Any, tmp_path: pathlib.Path) -> None:
     root = plant(tmp_path, AFTER)
-    assert run_shard.check_hcas([run_shard.Hca("mlx5_0", 1, None, None)], root) == [], "InfiniBand and address ranges have no index"
+    assert run_shard.check_hcas([run_shard.Hca("mlx5_0", 1, None, None)], root) == [], "InfiniBand has neither index nor address"
     assert "is not in this host" in run_shard.check_hcas([run_shard.Hca("mlx5_7", 1, None, None)], root)[0]
+
+
+@pytest.mark.parametrize(
+    ("table", "told"),
+    [
+        (BEFORE, None),
+        (AFTER, None),
+        ({0: (LINK_LOCAL, V1), 1: (LINK_LOCAL, V2)}, "HCA port mlx5_0:1 has no RoCE v2 GID 10.70.0.5 any more"),
+        ({2: (ADDRESS, V1)}, "has no RoCE v2 GID 10.70.0.5"),
+    ],
+)
+def test_where_nccl_chooses_by_address_the_address_must_be_there(run_shard: Any, tmp_path: pathlib.Path, table: Table, told: str | None) -> None:
+    found = run_shard.check_hcas([run_shard.Hca("mlx5_0", 1, None, "10.70.0.5")], plant(tmp_path, table))
+    assert found == [] if told is None else len(found) == 1 and told in found[0], found
+
+
+# ---- the interface
+
+
+def shard_at(run_shard: Any, interface: str | None, *addresses: str) -> Any:
+    text = json.dumps(
+        {
+            "schema": 1,
+            "replica": "glm",
+            "rank": 0,
+            "nodes": 1,
+            "fingerprint": "f",
+            "paths": {"state_dir": "/run/x", "work_dir": "/x"},
+            "launches": [{"name": "engine", "path": "/bin/true", "args": [], "env": {}, "secret_env": {}}],
+            "addresses": list(addresses),
+            "interface": interface,
+        }
+    )
+    return run_shard.parse_shard(text, "/x", {})
+
+
+def test_the_planned_interface_must_have_the_planned_address(run_shard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_shard, "ipv4_addresses", lambda: [("lo", ipaddress.ip_address("127.0.0.1")), ("enp1s0", ipaddress.ip_address("10.0.0.5"))])
+    monkeypatch.setattr(run_shard, "ipv6_addresses", lambda: [("enp1s0", ipaddress.ip_address("2001:db8::5"))])
+    assert run_shard.check_interface(shard_at(run_shard, "enp1s0", "10.0.0.5")) == []
+    for address in ("10.0.0.5", "2001:db8::5"):
+        (told,) = run_shard.check_interface(shard_at(run_shard, "eno1", address))
+        assert told.startswith(f"address {address} is on interface enp1s0 now, not on eno1")
+    assert run_shard.check_interface(shard_at(run_shard, "eno1", "10.0.0.99")) == [], "an address that is gone is told once, by what binds it"
+    assert run_shard.check_interface(shard_at(run_shard, "lo", "127.0.0.2")) == [], "every address of the loopback network can be used"
+    assert run_shard.check_interface(shard_at(run_shard, None, "10.0.0.5")) == [], "a revision of an older version does not say"
+
+
+def test_this_machines_addresses_are_those_that_ip_shows(run_shard: Any) -> None:
+    """Against rtnetlink, which the facts are read from."""
+    shown = {(interface["name"], cidr.partition("/")[0]) for interface in network.read("/sys")["interfaces"] for cidr in interface["addresses"]}
+    assert {(name, str(address)) for name, address in run_shard.ipv4_addresses()} == {entry for entry in shown if ":" not in entry[1]}
+    if pathlib.Path("/proc/net/if_inet6").exists():
+        assert {(name, str(address)) for name, address in run_shard.ipv6_addresses()} >= {entry for entry in shown if ":" in entry[1]}
+
+
+def test_no_table_of_addresses_is_no_fault(run_shard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_shard, "PROC", "/nonexistent")
+    assert run_shard.interfaces_with("2001:db8::5") == []
 
 
 def test_check_says_what_moved_before_anything_starts(tmp_path: pathlib.Path) -> None:

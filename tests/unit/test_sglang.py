@@ -170,6 +170,17 @@ def test_the_leaders_own_http_address_is_not_asked_of_followers() -> None:
     assert made.value(made.engine(made.good(profile(2), options={"replica_http_host": "0.0.0.0"})[1]), "--host") == "0.0.0.0"
 
 
+@pytest.mark.parametrize("state", ["lost", "not_permitted"])
+def test_a_gpu_that_cannot_be_opened_has_no_number(state: str) -> None:
+    """NVML counts it and CUDA does not: a number too high would hide itself and every one after it."""
+    found = made.hosts(1)
+    found["n1"]["gpus"][1]["health"] = {"state": state, "reasons": ["gone"]}
+    found["n1"]["gpus"].insert(0, found["n1"]["gpus"].pop())  # NVML promises no order
+    chosen = made.good(profile(tp=4, gpus_per_node=4), found=found)[0]
+    assert chosen["gpus"] == ["GPU-0001-0000", "GPU-0001-0002", "GPU-0001-0003", "GPU-0001-0004"]
+    assert made.engine(chosen)["env"]["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+
+
 def test_gpus_are_named_by_number() -> None:
     found = made.hosts(1)
     assert made.engine(made.good(profile(), found=found)[0])["env"]["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7"

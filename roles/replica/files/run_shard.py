@@ -31,6 +31,7 @@ signal n ended it, 70 when it ended by itself with 0.
 from __future__ import annotations
 
 import argparse
+import array
 import dataclasses
 import errno
 import fcntl
@@ -87,6 +88,7 @@ NVIDIA_GPUS = "/proc/driver/nvidia/gpus"
 HCA_PATIENCE_SECONDS = 30.0  # below the unit's TimeoutStartSec
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 TCP_LISTEN = "0A"  # net/tcp_states.h
+SIOCGIFCONF = 0x8912  # linux/sockios.h
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 ENVIRONMENT_LINE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)='((?:[^']|'\\'')*)'")
@@ -217,7 +219,10 @@ class Gpu(NamedTuple):
 
 
 class Hca(NamedTuple):
-    """A port of an HCA that the launches were told to use, and the GID entry that was the right one when they were planned."""
+    """A port of an HCA that the launches were told to use, and the GID entry that was the right one when they were planned.
+
+    `gid_index` is null where NCCL finds the entry by its address.
+    """
 
     name: str
     port: int
@@ -294,6 +299,7 @@ class Shard:
     listen_ports: tuple[Port, ...]
     addresses: tuple[str, ...]
     environment: Mapping[str, str]
+    interface: str | None = None  # the one that NCCL and Gloo are told to use; it has the first of `addresses`
     hcas: tuple[Hca, ...] = ()
     sysfs_root: str = "/sys"
     tie: TieTerms | None = None
@@ -584,6 +590,7 @@ def parse_shard(text: str, directory: str, environment: Mapping[str, str]) -> Sh
         addresses=tuple(
             ip_address(address, where) if isinstance(address, str) else damaged(f"{where} must be an IP address") for where, address in top.items("addresses")
         ),
+        interface=top.text("interface") if top.has("interface") else None,
         hcas=tuple(parse_hca(entry) for entry in top.objects("hcas")),
         sysfs_root=top.absolute_path("sysfs_root") if top.has("sysfs_root") else "/sys",
         tie=tie if nodes > 1 else None,
@@ -592,12 +599,11 @@ def parse_shard(text: str, directory: str, environment: Mapping[str, str]) -> Sh
 
 
 def parse_hca(entry: Fields) -> Hca:
-    indexed = entry.has("gid_index")
     return Hca(
         entry.matching("name", PLAIN_NAME, "a name of letters, digits, '_', '.' and '-'"),
         entry.integer("port", 1, 255),
-        entry.integer("gid_index", 0) if indexed else None,
-        entry.address("gid_address") if indexed else None,
+        entry.integer("gid_index", 0) if entry.has("gid_index") else None,
+        entry.address("gid_address") if entry.has("gid_address") or entry.has("gid_index") else None,
     )
 
 
@@ -960,6 +966,42 @@ def check_addresses(shard: Shard) -> list[str]:
     return [f"address {address} is not usable on this host: {reason_of(error)}" for address, error in problems if error is not None]
 
 
+def check_interface(shard: Shard) -> list[str]:
+    """Whether the planned address still is on the planned interface: a new kernel may name it anew, and NCCL and Gloo are told the name (nccl#1837)."""
+    if shard.interface is None or not shard.addresses or ipaddress.ip_address(shard.addresses[0]).is_loopback:
+        return []
+    address = shard.addresses[0]
+    holders = interfaces_with(address)
+    if not holders or shard.interface in holders:
+        return []  # an address that nobody has is told by check_addresses
+    return [f"address {address} is on interface {', '.join(holders)} now, not on {shard.interface}. Deploy the replica again to plan it anew"]
+
+
+def interfaces_with(address: str) -> list[str]:
+    """The interfaces that have an address; none where the kernel does not tell."""
+    try:
+        return sorted({name for name, held in (ipv6_addresses() if ":" in address else ipv4_addresses()) if held == ipaddress.ip_address(address)})
+    except (OSError, ValueError):
+        return []
+
+
+def ipv4_addresses() -> list[tuple[str, ipaddress.IPv4Address]]:
+    """netdevice(7), SIOCGIFCONF: every address with its label, which is the interface's name with `:` and more behind it for some."""
+    entry = 40 if struct.calcsize("P") == 8 else 32
+    room = array.array("B", bytes(entry * 4096))
+    pointer, length = room.buffer_info()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as kernel:
+        filled = struct.unpack("iP", fcntl.ioctl(kernel, SIOCGIFCONF, struct.pack("iP", length, pointer)))[0]
+    rows = [room[at : at + entry].tobytes() for at in range(0, filled, entry)]
+    return [(row[:16].split(b"\0")[0].decode("utf-8", "replace").partition(":")[0], ipaddress.IPv4Address(row[20:24])) for row in rows]
+
+
+def ipv6_addresses() -> list[tuple[str, ipaddress.IPv6Address]]:
+    with open(f"{PROC}/net/if_inet6", encoding="ascii") as stream:
+        rows = [line.split() for line in stream]
+    return [(row[5], ipaddress.IPv6Address(int(row[0], 16))) for row in rows if len(row) == 6]
+
+
 class TcpSocket(NamedTuple):
     address: str
     port: int
@@ -1061,17 +1103,19 @@ def check_hcas(hcas: Iterable[Hca], sysfs_root: str) -> list[str]:
             found.append(f"{hca} is not in this host: {directory} cannot be read")
         elif not state.startswith("4:"):
             found.append(f"{hca} is {state.partition(':')[2].strip() or state}, not ACTIVE")
-        elif hca.gid_index is not None:
+        elif hca.gid_address is not None:
             found += check_gid(hca, directory)
     return found
 
 
 def check_gid(hca: Hca, directory: str) -> list[str]:
-    """Whether the planned index still is the RoCE v2 entry of the planned address."""
+    """Whether the planned index still is the RoCE v2 entry of the planned address; without an index, whether any entry is."""
     entries = {index: read_gid(directory, index) for index in gid_indexes(directory)}
-    if entries.get(hca.gid_index or 0) == (hca.gid_address, True):
-        return []
     now = [str(index) for index, entry in sorted(entries.items()) if entry == (hca.gid_address, True)]
+    if (str(hca.gid_index) in now) if hca.gid_index is not None else now:
+        return []
+    if hca.gid_index is None:
+        return [f"{hca} has no RoCE v2 GID {hca.gid_address} any more. Give its interface that address, or deploy the replica again to plan it anew"]
     where = f"it is at index {', '.join(now)} now" if now else "the port has no such entry any more"
     return [f"{hca}: GID index {hca.gid_index} is no longer RoCE v2 {hca.gid_address}; {where}. Deploy the replica again to plan it anew"]
 
@@ -1280,6 +1324,7 @@ def findings(shard: Shard, credentials: str | None, ports: bool = True) -> list[
         *check_secrets(shard, credentials),
         *check_work_dir(shard.work_dir),
         *check_addresses(shard),
+        *check_interface(shard),
         *(check_ports(shard) if ports else []),
         *check_gpus(shard.gpus, NVIDIA_GPUS),
         *check_hcas(shard.hcas, shard.sysfs_root),
