@@ -7,7 +7,7 @@ PYTHON ?= python3
 ENGINE ?= llamacpp
 SCENARIO ?= default power_cut secrets
 # What real engines on the lab's hosts need beyond a small Debian; one root for all of the lab's tests.
-export LAB_EXTRA_PKGS ?= libgomp1
+export LAB_EXTRA_PKGS ?= libgomp1,libnuma1
 VENV := .venv
 BIN := $(VENV)/bin
 export PYTHONDONTWRITEBYTECODE := 1

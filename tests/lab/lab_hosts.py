@@ -17,6 +17,8 @@ import subprocess
 from collections.abc import Mapping, Sequence
 
 LAB_SH = pathlib.Path(__file__).resolve().parent / "lab.sh"
+# What real engines need beyond a small Debian: llama.cpp the first, vLLM both. One root for all of the tests.
+EXTRA_PACKAGES = os.environ.get("LAB_EXTRA_PKGS") or "libgomp1,libnuma1"
 SESSION = re.compile(r"^Starting session: (.+?) for \S+ from ")
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import tiny_models
-from lab.lab_hosts import Lab
+from lab.lab_hosts import EXTRA_PACKAGES, Lab
 from lab.profiles import SIMULATED
 
 pytestmark = pytest.mark.lab
@@ -49,8 +49,8 @@ getent passwd rankzero; getent group rankzero; systemctl list-units --all --plai
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    """A lab for this file. libgomp is what the wheel's programs need beyond a small Debian."""
-    one = Lab(f"r{os.getpid()}", settings={"LAB_FABRIC": "10.78.0", "LAB_EXTRA_PKGS": os.environ.get("LAB_EXTRA_PKGS") or "libgomp1"}, owner=os.getpid())
+    """A lab for this file."""
+    one = Lab(f"r{os.getpid()}", settings={"LAB_FABRIC": "10.78.0", "LAB_EXTRA_PKGS": EXTRA_PACKAGES}, owner=os.getpid())
     reason = one.why_not()
     if reason:
         pytest.skip(reason)

@@ -19,7 +19,7 @@ from typing import Any
 import cpu_engines
 import pytest
 import tiny_models
-from lab.lab_hosts import Lab
+from lab.lab_hosts import EXTRA_PACKAGES, Lab
 from lab.test_replica_on_hosts import KEY, changes, eventually, ours, play, refused, succeeded
 
 pytestmark = pytest.mark.real
@@ -70,7 +70,7 @@ awk '/^Pss:/ {s += $2} END {print int(s / 1024)}'"""
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     """Two hosts with both engines registered."""
-    one = Lab(f"e{os.getpid()}", settings={"LAB_FABRIC": "10.78.0", "LAB_EXTRA_PKGS": os.environ.get("LAB_EXTRA_PKGS") or "libgomp1"}, owner=os.getpid())
+    one = Lab(f"e{os.getpid()}", settings={"LAB_FABRIC": "10.78.0", "LAB_EXTRA_PKGS": EXTRA_PACKAGES}, owner=os.getpid())
     reason = one.why_not()
     if reason:
         pytest.skip(reason)

@@ -31,6 +31,7 @@ BUILD_FAKE_NVML = ROOT / "tests" / "fake_nvml" / "build.py"
 PYTHON = os.environ.get("SIM_ENGINE_PYTHON", sys.executable)  # to run this file's engines with another Python
 KEY = "a-key-for-tests"
 BEARER = {"Authorization": f"Bearer {KEY}"}
+JSON = {"Content-Type": "application/json"}
 DEADLINE = 30.0  # seconds; generous, for loaded machines
 
 
@@ -98,7 +99,7 @@ class Sim:
         connection = http.client.HTTPConnection(self.host, self.port, timeout=DEADLINE)
         with contextlib.closing(connection):
             data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-            connection.request(method or ("GET" if data is None else "POST"), path, data, headers or {})
+            connection.request(method or ("GET" if data is None else "POST"), path, data, {**({} if data is None else JSON), **(headers or {})})
             reply = connection.getresponse()
             return Answer(reply.status, dict(reply.getheaders()), reply.read())
 
@@ -510,7 +511,7 @@ def test_a_client_that_goes_away_in_a_stream_is_forgotten(start: StartSim) -> No
     sim = start("--sim-itl", "0.02", "--served-model-name", 'quo"ted').ready()
     body = json.dumps({"prompt": "hi", "max_tokens": 1000, "stream": True}).encode()
     with socket.create_connection((sim.host, sim.port)) as client:
-        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
         assert b"200 OK" in client.recv(4096)
         running = 'vllm:num_requests_running{engine="0",model_name="quo\\"ted"}'
         assert f"{running} 1" in sim.ask("/metrics").body.decode()
@@ -541,7 +542,7 @@ def exchange(sim: Sim, *pieces: bytes) -> bytes:
         return b"".join(iter(lambda: client.recv(65536), b""))
 
 
-POST = b"POST /v1/completions HTTP/1.1\r\nAuthorization: Bearer " + KEY.encode() + b"\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nAuthorization: Bearer " + KEY.encode() + b"\r\n"
 
 
 @pytest.mark.parametrize(
@@ -754,7 +755,7 @@ def test_sigterm_may_be_ignored(start: StartSim, dialect: str) -> None:
 def test_a_stop_is_quick_even_with_requests_running(start: StartSim, number: int) -> None:
     sim = start("--sim-ttft", "60", CUDA_VISIBLE_DEVICES="0").ready()
     with socket.create_connection((sim.host, sim.port)) as client:
-        client.sendall(b'POST /v1/completions HTTP/1.1\r\nContent-Length: 15\r\n\r\n{"prompt": "x"}')
+        client.sendall(b'POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: 15\r\n\r\n{"prompt": "x"}')
         wait_for(lambda: 'running{engine="0"' in (text := sim.ask("/metrics").body.decode()) and "} 1" in text, "the request runs")
         began = time.monotonic()
         assert sim.end(number) == 0

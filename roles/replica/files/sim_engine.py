@@ -906,6 +906,7 @@ class Dialect:
     listens_at = Phase.READY
     warms_up = False
     knows_unknown_models = False
+    wants_json_type = True  # refuses a body that does not say that it is JSON
     log_stream = "stdout"
 
     def key(self, options: argparse.Namespace, environ: Mapping[str, str]) -> str | None:
@@ -1006,6 +1007,7 @@ class LlamaCppDialect(Dialect):
 
     name = "llama.cpp"
     default_port = 8080
+    wants_json_type = False
     has_ranks = False
     spawns_workers = False
     binds_at = Phase.LOADING
@@ -1219,6 +1221,9 @@ class Api:
         return await self._complete(request, chat=b'"messages"' in request.body)
 
     async def _complete(self, request: Request, *, chat: bool) -> Answer:
+        media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if self._dialect.wants_json_type and media_type != "application/json":
+            raise HttpError(400, "1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed", "Bad Request")
         completion = parse_completion(request.body, chat, self.catalog.context)
         model = completion.model or self.catalog.names[0]
         if not self.catalog.knows(model):
