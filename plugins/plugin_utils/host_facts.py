@@ -327,6 +327,7 @@ _SHARD = {
     ),
 }
 _LOCK = {"owner": _text, "who": _text, "since": _text, "until": _text, "live": _flag, "target": _text, "controller": _mapping({})}
+_IMEX_DOMAIN = {"status": _text, "nodes": _list(_mapping({"host": _text}))}
 _FACTS = _empty(
     {
         "host": _empty({"service_manager": _text, "supervisord": _text, "user": _text, "python": _empty({"executable": _text})}),
@@ -337,7 +338,7 @@ _FACTS = _empty(
         "routes": _list(_mapping(_ROUTE), absent=None),
         "default_route": _mapping({"interface": _text, "gateway": _text}),
         "hostname_resolves_to": _list(_text),
-        "limits": _empty({"ephemeral_ports": _list(_whole(0, 65535)), "imex": _empty({"domain": _mapping({"status": _text, "nodes": _list(_mapping({"host": _text}))})})}),
+        "limits": _empty({"ephemeral_ports": _list(_whole(0, 65535)), "imex": _empty({"domain": _mapping(_IMEX_DOMAIN)})}),
         "drivers": _table(_mapping({"state": _text, "message": _text, "hint": _text, "driver": _text})),
         "engines": _table(_list(_mapping(_BUILD))),
         "models": _table(_mapping(_MODEL)),

@@ -588,7 +588,8 @@ def _imex_problem(one: Rank) -> str | None:
 
 def _imex_domains_differ(ranks: t.Sequence[Rank]) -> str | None:
     """Each daemon speaks for the node list that it was started with: two lists in one clique are two domains, and both are up."""
-    lists = [(one.host.name, sorted({str(node.get("host")) for node in one.facts["limits"]["imex"]["domain"].get("nodes") or ()}, key=natural_key)) for one in ranks]
+    domains = [(one.host.name, one.facts["limits"]["imex"]["domain"]) for one in ranks]
+    lists = [(host, sorted({str(node.get("host")) for node in domain.get("nodes") or ()}, key=natural_key)) for host, domain in domains]
     known = [(host, nodes) for host, nodes in lists if nodes]
     other = next((entry for entry in known if entry[1] != known[0][1]), None)
     return other and "different IMEX domains: %s" % ", ".join("%s on %s" % (", ".join(nodes), host) for host, nodes in (known[0], other))
