@@ -227,7 +227,7 @@ def _relocatable(made: Environment) -> None:
         first = f"#!{made.python}\n".encode()
         if path.is_symlink() or not path.is_file() or not path.read_bytes().startswith(first):
             continue
-        start = b"#!/bin/sh\n'''exec' \"$(dirname -- \"$(realpath -- \"$0\")\")\"/python \"$0\" \"$@\"\n' '''\n"
+        start = b'#!/bin/sh\n\'\'\'exec\' "$(dirname -- "$(realpath -- "$0")")"/python "$0" "$@"\n\' \'\'\'\n'
         path.write_bytes(start + path.read_bytes()[len(first) :])
 
 

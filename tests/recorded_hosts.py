@@ -416,9 +416,7 @@ def iface_sriov_vfs_without_address(case: dict[str, Any], root: pathlib.Path) ->
             tree.pci(bdf, driver="mlx5_core", physfn=functions.get(interface.get("physfn")))
             functions[name] = bdf
         kind = "veth" if name == "cilium_host" else None
-        tree.interface(
-            name, interface["ipv4"], pci=functions.get(name), up=interface.get("up", True), kind=kind, link_type=interface.get("type", "ether")
-        )
+        tree.interface(name, interface["ipv4"], pci=functions.get(name), up=interface.get("up", True), kind=kind, link_type=interface.get("type", "ether"))
         if interface.get("default_route"):
             tree.route("default", name, gateway="10.40.0.88")
     return {"host": Recorded(tree)}

@@ -13,7 +13,7 @@ import signal
 import time
 import typing as t
 
-from ansible_collections.rankzero.inference.plugins.module_utils import service_managers, shard_log, teardown, traces
+from ansible_collections.rankzero.inference.plugins.module_utils import service_managers, shard_log, shard_places, teardown, traces
 from ansible_collections.rankzero.inference.plugins.module_utils.revisions import SECRETS, Owner, Revisions, replace_file
 from ansible_collections.rankzero.inference.plugins.module_utils.service_managers import Manager, RunCommand, ServiceError, Supervisor, Systemd
 
@@ -247,7 +247,7 @@ class Deployment:
 
     def keep_log(self) -> None:
         """Read the last lines of the log, masked, before they are removed with everything else."""
-        self.last_log = shard_log.read(self.replica, self.params["replica_root"], self.run_command, shard_log.KEPT_LINES)
+        self.last_log = shard_log.read(shard_places.places(self.replica, self.params["replica_root"]), self.run_command, shard_log.KEPT_LINES)
 
     # ---- stopped, restarted
 

@@ -31,6 +31,8 @@ BUSY_SECONDS = 150.0
 """How long a call waits for an earlier one of the same run, or of one that has ended, that is still at work on the host: a service may take 120 s to stop."""
 GLANCE_SECONDS = 1.0
 """Readers of facts hold the file for an instant; that is no other run."""
+RACE_SECONDS = 60.0
+"""Two runs of which neither saw the other when it planned begin within so many seconds; a run that was there before is never waited for."""
 CONTENT_BYTES = 2048
 SUFFIX = ".lock"
 Content = t.Dict[str, t.Any]
@@ -106,15 +108,27 @@ class Lease:
         busy = not _flock(descriptor, fcntl.LOCK_EX)
         found = _read(descriptor)
         foreign = found.get("owner") not in (self._terms["owner"], *(self._terms.get("ended") or ()))
+        first = bool(foreign and found) and self._goes_first(found)
         if busy:
-            if waited > (GLANCE_SECONDS if foreign and found else BUSY_SECONDS):
+            if waited > (BUSY_SECONDS if not (foreign and found) else RACE_SECONDS if first else GLANCE_SECONDS):
                 raise Held(self._replica, _shown(found, busy=True))
             return False
         if not _same_file(descriptor, self._path):
             return False  # given up and removed meanwhile
         if found and foreign and _left(found) > 0:
-            raise Held(self._replica, _shown(found, busy=False))
+            if not first or waited > RACE_SECONDS:
+                raise Held(self._replica, _shown(found, busy=False))
+            return False
         return True
+
+    def _goes_first(self, found: Content) -> bool:
+        """Of two runs that began together and each got a host first, one waits until the other, refused elsewhere, has undone what it did.
+
+        Both compare the same two owners, whatever host they meet on, so exactly one of them waits (wait-die).
+        """
+        since = found.get("since")
+        young = isinstance(since, (int, float)) and 0 <= time.time() - since < RACE_SECONDS
+        return young and not self._terms.get("only_own") and str(self._terms["owner"]) < str(found.get("owner"))
 
     def _write(self, descriptor: int, done: bool = False) -> None:
         terms = self._terms

@@ -19,8 +19,18 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from ansible_collections.rankzero.inference.plugins.module_utils import evidence, http_probe, log_signatures, nvidia, processes, small_files
+from ansible_collections.rankzero.inference.plugins.module_utils import (
+    evidence,
+    http_probe,
+    log_signatures,
+    masking,
+    nvidia,
+    processes,
+    shard_log,
+    small_files,
+)
 from ansible_collections.rankzero.inference.plugins.module_utils.revisions import Revisions
+from ansible_collections.rankzero.inference.plugins.module_utils.shard_places import Places, places
 
 RunCommand = Callable[..., "tuple[int, str, str]"]
 
@@ -33,35 +43,11 @@ LEADER_SECONDS = 1.0
 GENERATION_SECONDS = 60.0
 DEVICES_SECONDS = 20
 LOG_READ_LINES = 2000
-LOG_READ_BYTES = 1024 * 1024
-SYSTEMD_UNITS = "/etc/systemd/system"
 
 _HOMES = ("HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME")
 
 _ENVIRONMENT_LINE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)='((?:[^']|'\\'')*)'")
 _RUN_START = re.compile(r"run_shard: \S+ rank \d+ of \d+, fingerprint \S+, run \S+")
-
-
-class Places(NamedTuple):
-    """Where the files of one shard are."""
-
-    root: str
-    revision: str
-    state_dir: str
-    log: str
-    unit: str
-    unit_file: str
-
-
-def places(replica: str, root: str) -> Places:
-    return Places(
-        root=root,
-        revision=os.path.join(root, "etc/rankzero", replica, "current"),
-        state_dir=os.path.join(root, "run/rankzero", replica),
-        log=os.path.join(root, "var/log/rankzero", replica, "shard.log"),
-        unit=f"inference-{replica}.service",
-        unit_file=os.path.join(SYSTEMD_UNITS, f"inference-{replica}.service"),
-    )
 
 
 class Watch(NamedTuple):
@@ -93,7 +79,7 @@ class Observer:
         """One observation without its log and device list, which cost time and are only needed to explain a failure."""
         launch, problem = small_files.read_json(os.path.join(self.places.revision, "launch.json"))
         service, state = self._service(small_files.read_json(os.path.join(self.places.state_dir, "state.json"))[0], patience)
-        self.secrets = _secret_values(os.path.join(self.places.revision, "secrets"))
+        self.secrets = [*masking.of_replica(self.places.config), *masking.all_spellings(masking.given_by_name(launch))]
         pids = self._own_pids(launch, state)
         driver, gpus = self._gpus(launch, set(pids))
         return {
@@ -298,13 +284,7 @@ class Observer:
 
     def _log(self, runs: int) -> list[str]:
         """The log of the last `runs` runs: an earlier deployment's lines must not be taken for the cause of this one's failure."""
-        if os.path.lexists(self.places.unit_file):
-            _code, text, _errors = self._run_command(
-                ["journalctl", "-u", self.places.unit, "-n", str(LOG_READ_LINES), "-o", "cat", "--no-pager"], environ_update={"LC_ALL": "C"}
-            )
-        else:
-            text = _read_bytes(self.places.log, LOG_READ_BYTES).decode("utf-8", "replace")
-        lines = log_signatures.clean_lines(text[-LOG_READ_BYTES:], self.secrets)
+        lines = shard_log.read(self.places, self._run_command, LOG_READ_LINES, self.secrets)
         starts = [number for number, line in enumerate(lines) if _RUN_START.search(line)]
         return lines[starts[-min(runs, len(starts))] :] if starts else lines
 
@@ -387,7 +367,7 @@ def report(where: Places, seen: Mapping[str, Any], verdict: Mapping[str, Any]) -
         "run_id": state.get("run_id"),
         "serving_since": seen["serving_since"],
         "budget_seconds": _ready(launch).get("budget_seconds"),
-        "log_command": f"journalctl -u {where.unit} -n 200" if os.path.lexists(where.unit_file) else f"tail -n 200 {where.log}",
+        "log_command": shard_log.command(where),
     }
 
 
@@ -499,12 +479,3 @@ def read_environment(path: str) -> dict[str, str]:
     """shard.env: lines `NAME='value'`; run_shard.py has refused any other before an engine was started from it."""
     found = (_ENVIRONMENT_LINE.fullmatch(line) for line in _read_bytes(path).decode("utf-8", "surrogateescape").split("\n"))
     return {match.group(1): match.group(2).replace("'\\''", "'") for match in found if match is not None}
-
-
-def _secret_values(folder: str) -> list[str]:
-    try:
-        names = os.listdir(folder)
-    except OSError:
-        return []
-    values = (_read_bytes(os.path.join(folder, name), 65536).decode("utf-8", "replace").strip() for name in names)
-    return [value for value in values if value]

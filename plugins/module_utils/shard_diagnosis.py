@@ -43,10 +43,11 @@ def read(replica: str, root: str, proc_root: str, run_command: RunCommand, lines
     Whatever is missing or damaged is null, with a reason in `problems`.
     """
     store = Revisions(root, replica)
-    seen, verdict, problem = look(observation.Observer(replica, root, proc_root, run_command))
+    observer = observation.Observer(replica, root, proc_root, run_command)
+    seen, verdict, problem = look(observer)
     launch, state = seen["launch"], seen["state"] or small_files.read_json(store.state_dir + "/state.json")[0]
     secrets = [*masking.of_replica(store.directory), *masking.all_spellings([*masking.given_by_name(launch), *([key] if key else [])])]
-    log = shard_log.read(replica, root, run_command, lines, secrets)
+    log = shard_log.read(observer.places, run_command, lines, secrets)
     kernel, kernel_problem = kernel_lines(run_command, proc_root, (state or {}).get("started_at"))
     pids = traces.pids(store, processes.ProcessTable(proc_root))
     left = {"unit": traces.unit_of(store), "pids": pids, "paths": store.present()}
@@ -59,7 +60,7 @@ def read(replica: str, root: str, proc_root: str, run_command: RunCommand, lines
         "verdict": verdict,
         "telling": log_signatures.telling(recent(log, state)),
         "log": log,
-        "log_command": shard_log.command(replica, root),
+        "log_command": shard_log.command(observer.places),
         "driver": seen["driver"],
         "gpus": seen["gpus"],
         "ports": ports(store, pids, proc_root),

@@ -8,33 +8,32 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 
-from ansible_collections.rankzero.inference.plugins.module_utils import log_signatures, masking, observation
+from ansible_collections.rankzero.inference.plugins.module_utils import log_signatures, masking
+from ansible_collections.rankzero.inference.plugins.module_utils.shard_places import Places
 
 RunCommand = Callable[..., "tuple[int, str, str]"]
 KEPT_LINES = 200
 READ_BYTES = 4 * 1024 * 1024
 
 
-def read(replica: str, root: str, run_command: RunCommand, lines: int, secrets: Sequence[str] | None = None) -> list[str]:
+def read(where: Places, run_command: RunCommand, lines: int, secrets: Sequence[str] | None = None) -> list[str]:
     """At most `lines` cleaned lines, oldest first; [] where there is no log. `secrets` default to all that any revision on the host has."""
-    where = observation.places(replica, root)
-    hidden = masking.of_replica(os.path.dirname(where.revision)) if secrets is None else secrets
+    hidden = masking.of_replica(where.config) if secrets is None else secrets
     text = _journal(where, run_command, lines) if _has_unit(where) else _file(where.log)
     return log_signatures.clean_lines(text, hidden)[-lines:]
 
 
-def command(replica: str, root: str) -> str:
+def command(where: Places) -> str:
     """What a person types on the host to see it."""
-    where = observation.places(replica, root)
     return "journalctl -u %s -n %d" % (where.unit, KEPT_LINES) if _has_unit(where) else "tail -n %d %s" % (KEPT_LINES, where.log)
 
 
-def _has_unit(where: observation.Places) -> bool:
+def _has_unit(where: Places) -> bool:
     """The log of a systemd unit is the journal's, but another root's shard may have the unit of that name."""
     return os.path.lexists(where.unit_file) and not os.path.exists(where.log)
 
 
-def _journal(where: observation.Places, run_command: RunCommand, lines: int) -> str:
+def _journal(where: Places, run_command: RunCommand, lines: int) -> str:
     try:
         _code, text, _errors = run_command(
             ["journalctl", "-u", where.unit, "-n", str(lines), "-o", "cat", "--no-pager"], environ_update={"LC_ALL": "C"}, handle_exceptions=False

@@ -115,9 +115,7 @@ class Running:
         environ = {"PATH": os.environ["PATH"], "HOME": str(settings.folder), "CUDA_VISIBLE_DEVICES": "", **engine.environ}
         with open(self.log_file, "wb") as log:
             command = [*engine.command(settings), *arguments]
-            self.process = subprocess.Popen(
-                command, env=environ, cwd=settings.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
+            self.process = subprocess.Popen(command, env=environ, cwd=settings.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
 
     @property
     def log(self) -> str:

@@ -78,7 +78,7 @@ def test_a_deploy_that_is_killed_at_any_step_over_a_revision(make_fleet: MakeFle
     else:
         raise AssertionError("the deploy has more steps than this test looks at")
     assert any(between[0] != between[1] for _told, between in seen), f"no step left the hosts apart: {seen}"
-    assert any("Confirm shards hold their GPUs on gpu-b" in told for told, _between in seen) and "Let other runs" in seen[-1][0] + seen[-3][0], seen
+    assert any("ok: Confirm shards hold their GPUs on gpu-b" in told.replace("rankzero.inference.replica : ", "") for told, _between in seen), seen
 
 
 @pytest.mark.slow
@@ -87,8 +87,8 @@ def test_a_first_deploy_that_is_killed_at_any_step_and_then_fails_leaves_nothing
     reached = 0
     for step in range(1, MOST_STEPS):
         told = kill_at(hosts, step, extra_for(hosts, model))
-        if told is None or all(current(hosts)) and "handler" not in told and "Confirm" in told and "gpu-b" in told:
-            break  # from here on it was proven
+        if told is None or proven(hosts):
+            break  # from here on it has a revision to go back to
         output = refused(deploy(hosts, model, 3000 + step, *FAILS))
         assert "Nothing of it was left behind." in output, f"{told}: {output}"
         assert left(hosts) == [] and hosts.marked() == [] and hosts.supervisors() == [], told

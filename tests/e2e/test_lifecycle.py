@@ -259,6 +259,35 @@ def test_the_second_of_two_deploys_is_refused(make_fleet: MakeFleet, model: path
 
 
 @pytest.mark.slow
+def test_of_two_first_deploys_that_begin_together_exactly_one_is_deployed(make_fleet: MakeFleet, model: pathlib.Path) -> None:
+    """Both plan before either has a lock, and reach the hosts in opposite order: the facts are recorded, and one fork goes through the hosts."""
+    hosts = make_fleet(["gpu-a", "gpu-b"], gpus=1, replica=NAME, replica_leader_port=free_port())
+    record_facts(hosts, model)
+    forward, backward = hosts.inventory, hosts.directory / "backward.json"
+    inventory = json.loads(forward.read_text())
+    group = inventory["all"]["children"][hosts.group]
+    group["hosts"] = dict(reversed(group["hosts"].items()))
+    backward.write_text(json.dumps(inventory))
+    runs = []
+    for number, hosts.inventory in enumerate((forward, backward)):
+        extra = extra_for(hosts, model, "--max-model-len", str(2000 + number), "--sim-load-seconds", "1", replica_gather=False)
+        runs.append(start(hosts, "deploy_replica", extra, "--forks", "1"))
+    hosts.inventory = forward
+    try:
+        outputs = [run.communicate(timeout=240)[0] for run in runs]
+    finally:
+        for run in runs:
+            run.kill()
+    codes = sorted(run.returncode for run in runs)
+    assert codes == [0, 2], outputs
+    won = next(number for number, run in enumerate(runs) if run.returncode == 0)
+    assert "is being changed by" in outputs[1 - won] and "what this run had changed is undone" in " ".join(outputs[1 - won].split()), outputs[1 - won]
+    launch = json.loads((hosts.root("gpu-b") / "etc/rankzero" / NAME / "current/launch.json").read_text())
+    assert str(2000 + won) in launch["launches"][-1]["args"] and proven(hosts) and len(set(current(hosts))) == 1
+    assert request(url_of(hosts), "/v1/models")[0] == 200
+
+
+@pytest.mark.slow
 def test_a_controller_that_is_killed_anywhere(make_fleet: MakeFleet, model: pathlib.Path) -> None:
     """Hosts are in one of two states, and the next deploy finishes what was begun, without waiting for the lock of the dead run."""
     hosts = make_fleet(["gpu-a", "gpu-b"], gpus=1, replica=NAME, replica_leader_port=free_port())

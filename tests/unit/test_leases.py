@@ -12,6 +12,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
@@ -84,6 +85,38 @@ def test_a_run_that_is_known_to_have_ended_holds_nobody_up(tmp_path: pathlib.Pat
     first.take()
     done(first)
     assert lease(tmp_path, "b", ended=["a"]).take()
+
+
+def test_of_two_runs_that_began_together_one_waits_until_the_other_has_given_way(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has got one host first. The same one waits on either host; the other is refused at once, undoes, and lets go."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    for root, owner in ((here, "a"), (there, "b")):
+        one = lease(root, owner)
+        assert one.take()
+        done(one)
+    began = time.monotonic()
+    with pytest.raises(Held):
+        lease(here, "b").take()
+    assert time.monotonic() - began < 5, "it does not wait"
+    waiting = lease(there, "a")
+
+    def give_way() -> None:
+        time.sleep(0.5)
+        undo = lease(there, "b", only_own=True)
+        assert undo.take()
+        undo.release()
+
+    thread = threading.Thread(target=give_way)
+    thread.start()
+    assert waiting.take() and leases.read(str(there))["glm"]["owner"] == "a"
+    thread.join()
+    done(waiting)
+
+    later = lease(there, "0", only_own=True)
+    assert not later.take(), "undoing never waits"
+    monkeypatch.setattr(leases, "RACE_SECONDS", 0.2)
+    with pytest.raises(Held):
+        lease(there, "0").take()
 
 
 def test_what_a_run_undoes_is_only_its_own(tmp_path: pathlib.Path) -> None:

@@ -1,7 +1,7 @@
 # Copyright (c) 2026 The rankzero.inference authors
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""Ansible that dies at a given step: at the start of a task, or when a host's result is in, it kills its workers and itself (SIGKILL).
+"""Ansible that dies at a given step: before a task begins on a host, or when a host's result is in, it kills its workers and itself (SIGKILL).
 
 DIE_AT: the number of the step, from 1. DIE_AT_LOG: a file that gets a line for each step that was reached.
 """
@@ -46,11 +46,8 @@ class CallbackModule(CallbackBase):
                     continue
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def v2_playbook_on_task_start(self, task: t.Any, is_conditional: bool) -> None:
-        self._step("task: " + task.get_name())
-
-    def v2_playbook_on_handler_task_start(self, task: t.Any) -> None:
-        self._step("handler: " + task.get_name())
+    def v2_runner_on_start(self, host: t.Any, task: t.Any) -> None:
+        self._step("start: %s on %s" % (task.get_name(), host.get_name()))
 
     def v2_runner_on_ok(self, result: t.Any) -> None:
         self._step("ok: %s on %s" % (result.task.get_name(), result.host.get_name()))
