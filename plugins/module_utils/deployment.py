@@ -318,8 +318,9 @@ class Deployment:
         return [name for name in names if os.path.isdir("%s/%s/revisions" % (self.revisions.config_root, name))]
 
     def _remove_empty_root(self) -> None:
-        if not self.check and os.path.isdir(self.revisions.config_root) and not os.listdir(self.revisions.config_root):
-            os.rmdir(self.revisions.config_root)
+        if not self.check and os.path.isdir(self.revisions.config_root) and not os.path.ismount(self.revisions.config_root):
+            if not os.listdir(self.revisions.config_root):
+                os.rmdir(self.revisions.config_root)
 
     def _owner(self) -> Owner:
         entry = _user(self.params["user"])

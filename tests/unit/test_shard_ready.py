@@ -413,7 +413,7 @@ def test_deadline_tells_the_stage_and_a_failure_takes_the_mark_away(site: Site) 
     site.shard("hangs", "hangs", [0], "--sim-hang")
     good = site.shard("good", "good", [1])
     site.shard("old", "old", [2])
-    text, results = site.gate(timeout=4, hosts=["hangs", "good"])
+    text, results = site.gate(timeout=12, hosts=["hangs", "good"])
     assert "is not ready after" in results["hangs"]["msg"], text
     assert "still holding" in results["hangs"]["msg"]
     assert "nothing listens at" in results["hangs"]["msg"]

@@ -3,7 +3,7 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
 """Ansible that dies at a given step: before a task begins on a host, or when a host's result is in, it kills its workers and itself (SIGKILL).
 
-DIE_AT: the number of the step, from 1. DIE_AT_LOG: a file that gets a line for each step that was reached.
+DIE_AT: the number of the step, from 1, or its words. DIE_AT_LOG: a file that gets a line for each step that was reached.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ class CallbackModule(CallbackBase):
 
     def _step(self, what: str) -> None:
         self._reached += 1
+        what = what.replace("rankzero.inference.replica : ", "")
         with open(os.environ["DIE_AT_LOG"], "a", encoding="utf-8") as log:
             log.write("%d %s\n" % (self._reached, what))
-        if self._reached == int(os.environ["DIE_AT"]):
+        if os.environ["DIE_AT"] in (str(self._reached), what):
             own = pathlib.Path("/proc/self/cmdline").read_bytes()
             for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
                 try:
