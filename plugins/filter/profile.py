@@ -12,14 +12,36 @@ from ansible_collections.rankzero.inference.plugins.plugin_utils.values import a
 
 def profile_paths(profile: t.Any, profiles: t.Any = None) -> list[str]:
     """Absolute paths of the model and the adapters of a profile (a mapping, or a name in C(profiles))."""
-    if not isinstance(profile, t.Mapping):
-        profile = profiles.get(profile) if isinstance(profiles, t.Mapping) and isinstance(profile, str) else None
-    if not isinstance(profile, t.Mapping):
-        return []
-    adapters = profile.get("adapters")
-    items = [profile] + [item for item in (adapters if isinstance(adapters, (list, tuple)) else ()) if isinstance(item, t.Mapping)]
+    chosen = _chosen(profile, profiles)
+    items = [chosen, *_adapters(chosen)]
     paths = [item.get("model_path") or item.get("path") for item in items]
     return [str(path) for path in paths if isinstance(path, str) and path.startswith("/") and "\0" not in path]
+
+
+def profile_adapters(profile: t.Any, profiles: t.Any = None) -> list[str]:
+    """Absolute paths of a profile's adapters: their files are small enough to be hashed at every deploy."""
+    chosen = _chosen(profile, profiles)
+    return [path for path in profile_paths(profile, profiles) if path in [item.get("path") for item in _adapters(chosen)]]
+
+
+def profile_sources(profile: t.Any, profiles: t.Any = None) -> list[dict[str, str]]:
+    """What a profile says of where its adapters come from: C({path, source, sha256, revision}), each path once; unset fields are C("")."""
+    found = {}
+    for item in _adapters(_chosen(profile, profiles)):
+        if all(isinstance(item.get(field), str) and item[field] for field in ("path", "source")):
+            found[str(item["path"])] = {field: str(item.get(field) or "") for field in ("path", "source", "sha256", "revision")}
+    return list(found.values())
+
+
+def _chosen(profile: t.Any, profiles: t.Any) -> t.Mapping[str, t.Any]:
+    if not isinstance(profile, t.Mapping):
+        profile = profiles.get(profile) if isinstance(profiles, t.Mapping) and isinstance(profile, str) else None
+    return profile if isinstance(profile, t.Mapping) else {}
+
+
+def _adapters(profile: t.Mapping[str, t.Any]) -> list[t.Mapping[str, t.Any]]:
+    adapters = profile.get("adapters")
+    return [item for item in (adapters if isinstance(adapters, (list, tuple)) else ()) if isinstance(item, t.Mapping)]
 
 
 def whole_numbers(values: t.Any) -> list[int]:
@@ -28,4 +50,9 @@ def whole_numbers(values: t.Any) -> list[int]:
 
 class FilterModule:
     def filters(self) -> dict[str, t.Callable[..., t.Any]]:
-        return {"profile_paths": profile_paths, "whole_numbers": whole_numbers}
+        return {
+            "profile_adapters": profile_adapters,
+            "profile_paths": profile_paths,
+            "profile_sources": profile_sources,
+            "whole_numbers": whole_numbers,
+        }

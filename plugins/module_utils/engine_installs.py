@@ -14,24 +14,18 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import lzma
 import os
 import re
 import shutil
-import stat
 import sys
-import tarfile
-import zipfile
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import IO, Any
+from typing import Any
 
-from ansible_collections.rankzero.inference.plugins.module_utils import downloads, engine_probe, models, small_files
+from ansible_collections.rankzero.inference.plugins.module_utils import archives, downloads, engine_probe, models, small_files
 
 RunCommand = Callable[..., "tuple[int, str, str]"]
 ROOT = "opt/rankzero/engines"
 COMPLETE = "COMPLETE"
-MOST_MEMBERS = 100000
 MOST_DEPTH = 6
 # Of one package, or of a wheel that names its hash or lies on the host.
 _PINNED = re.compile(
@@ -200,7 +194,7 @@ class Store:
         seen = models.sha256(path)
         if seen != install["sha256"]:
             raise InstallError("%s has sha256 %s, and %s is wanted" % (downloads.shown(install["archive"]), seen, install["sha256"]))
-        unpack(path, place)
+        archives.unpack(path, place)
         if transferred is None:
             os.unlink(path)
 
@@ -230,91 +224,7 @@ def hide(text: str, environment: Mapping[str, str]) -> str:
     return text
 
 
-# ---- archives
-
-
-def unpack(path: str, place: str) -> None:
-    """A tar (gz, xz, bz2) or zip archive into an empty directory. Raises InstallError for members that would lie, or lead, outside of it."""
-    try:
-        if zipfile.is_zipfile(path):
-            _unpack_zip(path, place)
-        else:
-            _unpack_tar(path, place)
-    except (FileExistsError, FileNotFoundError, NotADirectoryError) as error:
-        raise InstallError("the archive holds %r twice, or a link to what it does not hold" % os.path.relpath(str(error.filename), place)[:200]) from None
-    except (tarfile.TarError, zipfile.BadZipFile, EOFError, ValueError, RuntimeError, NotImplementedError, zlib.error, lzma.LZMAError) as error:
-        raise InstallError("the archive cannot be unpacked: %s" % (error or type(error).__name__)) from None
-
-
-def _unpack_tar(path: str, place: str) -> None:
-    links: list[tuple[str, str | None, str | None]] = []
-    with tarfile.open(path) as archive:
-        for number, member in enumerate(archive):
-            _check_count(number)
-            target = _below(place, member.name)
-            if member.isdir():
-                os.makedirs(target, 0o755, exist_ok=True)
-            elif member.isfile():
-                content = archive.extractfile(member)
-                if content is not None:
-                    _write(target, content, member.mode)
-            elif member.issym():
-                _below(place, os.path.join(os.path.dirname(member.name), member.linkname), member.linkname)
-                links.append((target, member.linkname, None))
-            elif member.islnk():
-                links.append((target, None, _below(place, member.linkname)))
-            else:
-                raise InstallError("the archive holds %r, which is neither a file nor a directory nor a link" % member.name[:200])
-    inside = os.path.realpath(place) + os.sep
-    for target, symbolic, hard in links:  # last: nothing is ever written through a link
-        os.makedirs(os.path.dirname(target), 0o755, exist_ok=True)
-        if symbolic is not None:
-            os.symlink(symbolic, target)
-        elif hard is not None:
-            shutil.copy2(hard, target, follow_symlinks=False)
-        if not (os.path.realpath(target) + os.sep).startswith(inside):
-            raise InstallError("the archive holds %r, which leads out of it" % os.path.relpath(target, place)[:200])
-
-
-def _unpack_zip(path: str, place: str) -> None:
-    with zipfile.ZipFile(path) as archive:
-        for number, member in enumerate(archive.infolist()):
-            _check_count(number)
-            target, mode = _below(place, member.filename), member.external_attr >> 16
-            if member.is_dir():
-                os.makedirs(target, 0o755, exist_ok=True)
-            elif stat.S_IFMT(mode) not in (0, stat.S_IFREG):
-                raise InstallError("the archive holds %r, which is no plain file" % member.filename[:200])
-            else:
-                with archive.open(member) as content:
-                    _write(target, content, mode)
-
-
-def _check_count(number: int) -> None:
-    if number >= MOST_MEMBERS:
-        raise InstallError("the archive holds more than %d files" % MOST_MEMBERS)
-
-
-def _below(place: str, name: str, shown: str | None = None) -> str:
-    """Where a member lies. Raises InstallError for a name that leads out of the directory, on any system's reading of it."""
-    parts = name.replace("\\", "/").split("/")
-    depth = 0
-    for part in parts:
-        depth += -1 if part == ".." else 0 if part in ("", ".") else 1
-        if depth < 0:
-            break
-    if depth < 0 or (shown or name).startswith(("/", "\\")) or re.match(r"[A-Za-z]:", shown or name) or not name.isprintable():
-        raise InstallError("the archive holds %r, which leads out of it" % (shown or name)[:200])
-    if shown is None and ".." in parts:
-        raise InstallError("the archive holds %r, which leads out of it" % name[:200])
-    return os.path.join(place, *[part for part in parts if part not in ("", ".")])
-
-
-def _write(target: str, content: IO[bytes], mode: int) -> None:
-    os.makedirs(os.path.dirname(target), 0o755, exist_ok=True)
-    with open(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644), "wb") as stream:
-        shutil.copyfileobj(content, stream, 1 << 20)
-        os.fchmod(stream.fileno(), 0o755 if mode & 0o111 else 0o644)
+# ---- programs
 
 
 def find_directory(place: str, program: str) -> str:
@@ -390,4 +300,4 @@ def _uses(launch: Mapping[str, Any], engine: str, name: str, place: str | None) 
     return own and isinstance(build, dict) and build.get("name") == name
 
 
-__all__ = ["COMPLETE", "InstallError", "Store", "check", "digest", "find_directory", "package_version", "unpack", "users"]
+__all__ = ["COMPLETE", "InstallError", "Store", "check", "digest", "find_directory", "package_version", "users"]

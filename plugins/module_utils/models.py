@@ -22,6 +22,10 @@ Facts = dict[str, Any]
 MOST_FILES = 20000
 MOST_CONFIG_BYTES = 16 * 1024 * 1024
 SKIPPED_DIRECTORIES = (".git", ".cache")
+NOTE = ".rankzero.json"
+"""Beside what model_files has fetched: `{source, revision, sha256, content_sha256}`."""
+
+SAMPLE = 64 * 1024
 
 CONFIG_FIELDS = (
     "architectures",
@@ -64,13 +68,15 @@ class Unreadable(Exception):
 
 
 def describe(path: str, service_user: str | None = None, checksum: bool = False) -> Facts:
-    """`{exists, readable, kind: file|directory|null, bytes, weight_bytes, files, config, error}` of docs/architecture.md.
+    """`{exists, readable, kind: file|directory|null, bytes, weight_bytes, files, config, digest, fetched, error}` of docs/architecture.md.
 
     `readable` is asked in the place of `service_user`: with its ids where this process may take them, by the permissions for others while
     the user does not exist yet, else for the user who asks. `weight_bytes` counts what an engine would load once, null where that cannot be
-    told. With `checksum` the shape has `sha256: {relative name: hex}` as well; that reads every byte.
+    told. `digest` is over names, sizes and samples of the files, to compare ranks by; `fetched` is the note that model_files left. With `checksum` the
+    shape has `sha256: {relative name: hex}` and `content_sha256` as well; that reads every byte.
     """
-    facts: Facts = {"exists": False, "readable": False, "kind": None, "bytes": None, "weight_bytes": None, "files": None, "config": None, "error": None}
+    facts: Facts = dict.fromkeys(("kind", "bytes", "weight_bytes", "files", "config", "digest", "fetched", "error"))
+    facts.update(exists=False, readable=False)
     try:
         mode = os.stat(path).st_mode
     except (OSError, ValueError) as error:
@@ -87,6 +93,7 @@ def describe(path: str, service_user: str | None = None, checksum: bool = False)
     facts["readable"] = unreadable is None
     if checksum:
         facts["sha256"] = checksums(path, problems)
+        facts["content_sha256"] = content_sha256(facts["sha256"], facts["kind"])
     facts["error"] = "; ".join(([unreadable] if unreadable else []) + problems) or None
     return facts
 
@@ -97,6 +104,8 @@ def describe_content(path: str, facts: Facts, problems: list[str]) -> None:
         sizes = part_sizes(path) if facts["kind"] == "file" else file_sizes(path)
         facts["bytes"], facts["files"] = sum(sizes.values()), len(sizes)
         facts["config"] = configuration(path, facts["kind"], sizes)
+        facts["digest"] = sampled_digest(os.path.dirname(path) if facts["kind"] == "file" else path, sizes)
+        facts["fetched"] = read_note(path) if facts["kind"] == "directory" else None
         facts["weight_bytes"] = weight_bytes(path, facts["kind"], sizes)
     except (OSError, ValueError, Unreadable) as error:
         problems.append(str(error))
@@ -115,6 +124,8 @@ def file_sizes(path: str) -> dict[str, int]:
         folders[:] = sorted(name for name in folders if name not in SKIPPED_DIRECTORIES)
         for name in names:
             full = os.path.join(folder, name)
+            if name == NOTE and folder == path:
+                continue
             try:
                 status = os.stat(full)
             except OSError:
@@ -188,13 +199,22 @@ def configuration(path: str, kind: str, sizes: dict[str, int]) -> Facts | None:
     if kind == "file":
         return gguf_config(path) if path.endswith(".gguf") else None
     if "adapter_config.json" in sizes:
-        return small_fields(load_json(os.path.join(path, "adapter_config.json")), ADAPTER_FIELDS)
+        return adapter_fields(load_json(os.path.join(path, "adapter_config.json")))
     if "config.json" in sizes:
         found = config_fields(load_json(os.path.join(path, "config.json")))
         if "quantization_config" not in found and "hf_quant_config.json" in sizes:
             found.update(modelopt_fields(load_json(os.path.join(path, "hf_quant_config.json"))))
         return found
     return None
+
+
+def adapter_fields(config: Facts) -> Facts:
+    """Selected fields of PEFT's adapter_config.json, and `highest_rank`: `rank_pattern` can give single layers a higher rank than `r`."""
+    found = small_fields(config, ADAPTER_FIELDS)
+    pattern = config.get("rank_pattern")
+    ranks = [config.get("r"), *(pattern.values() if isinstance(pattern, dict) else ())]
+    known = [rank for rank in ranks if isinstance(rank, int) and not isinstance(rank, bool) and rank > 0]
+    return {**found, "highest_rank": max(known)} if known else found
 
 
 def config_fields(config: Facts) -> Facts:
@@ -279,13 +299,18 @@ def gguf_config(path: str) -> Facts:
         if len(values) == 1 and value not in (None, []):
             found[name] = values.pop()
     found["file_type"] = header.get("general.file_type")
+    if header.get("general.type") == "adapter":
+        found.update(peft_type=str(header.get("adapter.type") or "").upper() or None, highest_rank=header["highest_rank"])
     return found
 
 
 def read_gguf_header(stream: BinaryIO) -> Facts:
-    """Key-value pairs of a GGUF header up to the last one that is wanted; arrays of the tokenizer are passed over, tensors never reached."""
+    """Key-value pairs of a GGUF header up to the last one that is wanted; arrays of the tokenizer are passed over, tensors reached for adapters only.
+
+    Of an adapter `highest_rank` is added, which is nowhere but in the shapes of its tensors.
+    """
     head = exactly(stream, 24)
-    magic, version, _tensors, entries = struct.unpack("<4sIQQ", head)
+    magic, version, tensors, entries = struct.unpack("<4sIQQ", head)
     if magic != b"GGUF":
         raise Unreadable("the file does not begin with GGUF")
     if version not in (2, 3):
@@ -299,10 +324,29 @@ def read_gguf_header(stream: BinaryIO) -> Facts:
         found[key] = gguf_value(stream, kind, not key.startswith("tokenizer."))
         if stream.tell() > MOST_GGUF_HEADER:
             raise Unreadable("the GGUF header is larger than %d bytes" % MOST_GGUF_HEADER)
-        if key.startswith("tokenizer.") and "general.file_type" in found:
+        if key.startswith("tokenizer.") and "general.file_type" in found and found.get("general.type") != "adapter":
             # Writers put the tokenizer last; nothing wanted follows.
             break
-    return {key: value for key, value in found.items() if value is not None}
+    if found.get("general.type") == "adapter":
+        found["highest_rank"] = gguf_adapter_rank(stream, tensors)
+    return {key: value for key, value in found.items() if value is not None or key == "highest_rank"}
+
+
+def gguf_adapter_rank(stream: BinaryIO, tensors: int) -> int | None:
+    """The largest rank of the pairs of matrices: the second is as wide as the rank (gguf-py, convert_lora_to_gguf.py)."""
+    if tensors > MOST_GGUF_ENTRIES:
+        raise Unreadable("the GGUF header claims %d tensors" % tensors)
+    highest = None
+    for _tensor in range(tensors):
+        name = gguf_string(stream, 65535)
+        dimensions = struct.unpack("<I", exactly(stream, 4))[0]
+        if dimensions > 8:
+            raise Unreadable("the GGUF header has a tensor of %d dimensions" % dimensions)
+        shape = struct.unpack("<%dQ" % dimensions, exactly(stream, 8 * dimensions))
+        exactly(stream, 12)  # its type and place
+        if name.endswith(".lora_b") and shape:
+            highest = max(highest or 0, shape[0])
+    return highest
 
 
 def gguf_value(stream: BinaryIO, kind: int, wanted: bool) -> Any:
@@ -446,6 +490,38 @@ def checksums(path: str, problems: list[str]) -> dict[str, str]:
     except (OSError, Unreadable) as error:
         problems.append(str(error))
         return {}
+
+
+def content_sha256(hashes: dict[str, str], kind: str | None) -> str | None:
+    """One checksum for all of it: a file's own; of a directory, that of what C(sha256sum) prints for its files in the order of their names.
+
+    For people: C(cd DIRECTORY && find . -type f -printf '%P\\n' | LC_ALL=C sort | xargs -d '\\n' sha256sum | sha256sum).
+    """
+    if not hashes:
+        return None
+    if kind == "file" and len(hashes) == 1:
+        return next(iter(hashes.values()))
+    lines = ["%s  %s\n" % (digest, name) for name, digest in hashes.items()]
+    return hashlib.sha256("".join(sorted(lines, key=lambda line: line[66:].encode("utf-8", "surrogateescape"))).encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def sampled_digest(folder: str, sizes: dict[str, int]) -> str:
+    """16 hex digits over the files' names and sizes, and of each its beginning, middle and end: what tells half a copy, or another model, from a good
+    one without reading hundreds of gigabytes. Raises OSError."""
+    digest = hashlib.sha256()
+    for name, size in sorted(sizes.items()):
+        digest.update(b"%d %s\0" % (size, name.encode("utf-8", "surrogateescape")))
+        with open(os.path.join(folder, name), "rb") as stream:
+            for place in (0, size // 2, size - SAMPLE) if size > 3 * SAMPLE else (0,):
+                stream.seek(place)
+                digest.update(stream.read(SAMPLE if size > 3 * SAMPLE else 3 * SAMPLE))
+    return digest.hexdigest()[:16]
+
+
+def read_note(path: str) -> Facts | None:
+    """Where a directory was fetched from, as far as it says."""
+    note = small_files.read_json(os.path.join(path, NOTE))[0]
+    return None if note is None else {key: note[key] for key in ("source", "revision", "sha256", "content_sha256") if isinstance(note.get(key), str)}
 
 
 def sha256(path: str) -> str:

@@ -209,7 +209,7 @@ import typing as t
 
 from ansible.module_utils.basic import AnsibleModule
 
-from ansible_collections.rankzero.inference.plugins.module_utils import engine_installs, engine_probe, nvidia
+from ansible_collections.rankzero.inference.plugins.module_utils import archives, downloads, engine_installs, engine_probe, nvidia
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 INSTALL: t.Dict[str, t.Any] = {
@@ -418,7 +418,7 @@ def main() -> None:
     build = Build(module)
     try:
         (build.present if module.params["state"] == "present" else build.absent)()
-    except (engine_probe.ProbeError, engine_installs.InstallError, engine_installs.downloads.DownloadError) as error:
+    except (engine_probe.ProbeError, engine_installs.InstallError, archives.ArchiveError, downloads.DownloadError) as error:
         module.fail_json(msg="build %s of %s: %s" % (module.params["name"], module.params["engine"], error))
     except OSError as error:
         module.fail_json(msg="%s: %s" % (error.filename or build.record_path, error.strerror or error))

@@ -297,7 +297,18 @@ _BUILD = {
     "programs_sha256": _table(_text),
     "problems": _list(_text),
 }
-_MODEL = {"exists": _flag, "readable": _flag, "bytes": _whole(), "weight_bytes": _whole(), "files": _whole(), "config": _mapping({}), "error": _text}
+_MODEL = {
+    "exists": _flag,
+    "readable": _flag,
+    "bytes": _whole(),
+    "weight_bytes": _whole(),
+    "files": _whole(),
+    "config": _mapping({}),
+    "digest": _text,
+    "content_sha256": _text,
+    "fetched": _mapping({"source": _text, "revision": _text, "sha256": _text, "content_sha256": _text}),
+    "error": _text,
+}
 _SHARD = {
     "rank": _whole(),
     "nodes": _whole(),

@@ -10,7 +10,7 @@ import typing as t
 from ansible_collections.rankzero.inference.plugins.plugin_utils import memory_fit, quantization
 from ansible_collections.rankzero.inference.plugins.plugin_utils.engines.base import Engine
 from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings
-from ansible_collections.rankzero.inference.plugins.plugin_utils.profile import Profile
+from ansible_collections.rankzero.inference.plugins.plugin_utils.profile import Adapter, Profile
 
 if t.TYPE_CHECKING:
     from ansible_collections.rankzero.inference.plugins.plugin_utils.plan import Rank
@@ -47,6 +47,8 @@ def check_readable(host: str, rank: int | None, facts: t.Mapping[str, t.Any], pr
             findings.warn(
                 field, "%s was not looked at" % path, "facts about the model's files", "Facts gathered by the deploy look at it.", host=host, rank=rank
             )
+        elif not model.get("exists") and any(adapter.path == path and adapter.source for adapter in profile.adapters):
+            findings.warn(field, "no %s" % path, "a file or directory on the host", "The deploy fetches it before it plans.", host=host, rank=rank)
         elif not model.get("exists"):
             findings.fault(field, "no %s" % path, "a file or directory on the host", "Copy the model there, or correct the path.", host=host, rank=rank)
         elif not model.get("readable"):
@@ -77,24 +79,58 @@ def _check_place(one: Rank, profile: Profile, findings: Findings) -> None:
 
 
 def _check_same_files(ranks: t.Sequence[Rank], profile: Profile, engine: Engine, findings: Findings) -> None:
+    """Every rank loads the same content, as far as facts tell it: size, samples of every file, and its checksum where that was asked for."""
     for field, path in _paths(profile):
-        seen: tuple[Rank, t.Any] | None = None
+        wanted = next((adapter for adapter in profile.adapters if field == "adapters.%s" % adapter.name), None)
+        seen: tuple[Rank, tuple[t.Any, ...]] | None = None
         for one in ranks:
             model = one.facts["models"].get(path)
             if not engine.needs_model(profile, one.rank) or not model or model.get("bytes") is None:
                 continue
-            size = (model["bytes"], model.get("files"))
+            if wanted is not None:
+                _check_content(one, field, path, wanted, model, findings)
+            content = (model["bytes"], model.get("files"), model.get("digest"), model.get("content_sha256"))
             if seen is None:
-                seen = (one, size)
-            elif size != seen[1]:
+                seen = (one, content)
+            elif _differs(content, seen[1]):
                 findings.fault(
                     field,
-                    "%d bytes in %s files" % size,
-                    "%d bytes in %s files, as on %s" % (*seen[1], seen[0].host.name),
-                    "All ranks load the same files.",
+                    _described(content),
+                    "%s, as on %s" % (_described(seen[1]), seen[0].host.name),
+                    "All ranks load the same files. Copy them anew to the host that has the wrong ones.",
                     host=one.host.name,
                     rank=one.rank,
                 )
+
+
+def _differs(content: tuple[t.Any, ...], other: tuple[t.Any, ...]) -> bool:
+    return any(mine is not None and theirs is not None and mine != theirs for mine, theirs in zip(content, other))
+
+
+def _described(content: tuple[t.Any, ...]) -> str:
+    size, files, digest, sha256 = content
+    return "%d bytes in %s files%s" % (size, files, ", sha256 %s" % sha256 if sha256 else ", digest %s" % digest if digest else "")
+
+
+def _check_content(one: Rank, field: str, path: str, wanted: Adapter, model: t.Mapping[str, t.Any], findings: Findings) -> None:
+    """An adapter is what the profile says it is. The checksum of an archive is known from the note that the fetch has left."""
+    content, note = model.get("content_sha256"), model.get("fetched") or {}
+    problem = None
+    if content and note.get("content_sha256") not in (None, content):
+        problem = "files that were changed after they were fetched", "the content that came from %s" % note.get("source")
+    elif wanted.sha256 and content and wanted.sha256 not in (content, note.get("sha256")):
+        problem = "sha256 %s" % content, "sha256 %s" % wanted.sha256
+    elif wanted.revision and not wanted.sha256 and note.get("revision") != wanted.revision:
+        problem = "revision %s" % (note.get("revision") or "unknown"), "revision %s" % wanted.revision
+    if problem:
+        findings.fault(
+            field,
+            "%s with %s" % (path, problem[0]),
+            problem[1],
+            "Name another path, with the version in it, or remove what is there: nothing overwrites it.",
+            host=one.host.name,
+            rank=one.rank,
+        )
 
 
 def _config(ranks: t.Sequence[Rank], profile: Profile) -> t.Mapping[str, t.Any]:

@@ -894,12 +894,20 @@ def _ready(one: Rank, shard: Shard, leader: Shard, profile: Profile, engine: Eng
     }
 
 
+def _deciding(profile: Profile) -> dict[str, t.Any]:
+    """The profile without where adapters come from: with the same content at the same path a rank runs the same."""
+    data = profile.as_dict()
+    for adapter in data["adapters"]:
+        del adapter["source"], adapter["revision"]
+    return data
+
+
 def _fingerprint(replica: str, profile: Profile, whole: t.Mapping[str, t.Any], request: Request) -> str:
     """16 hex digits over everything that decides how any rank runs, so that a change of one rank moves all of them together."""
     content = {
         "schema": SCHEMA,
         "replica": replica,
-        "profile": profile.as_dict(),
+        "profile": _deciding(profile),
         "fabric": whole["fabric"],
         "leader": whole["leader"],
         "key": request.key_digest,

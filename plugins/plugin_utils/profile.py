@@ -17,15 +17,22 @@ from ansible_collections.rankzero.inference.plugins.plugin_utils.values import N
 ENGINE = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*){0,2}\Z")
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}\Z")
 SHA256 = re.compile(r"[0-9a-f]{64}\Z")
+REVISION = re.compile(r"[0-9a-f]{40}\Z")
+HUGGING_FACE = re.compile(r"hf://[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}\Z")
 
 
 @dataclasses.dataclass(frozen=True)
 class Adapter:
-    """A LoRA adapter: the name that requests use, the path on every rank, and the expected sha256 or None."""
+    """A LoRA adapter: the name that requests use, the path on every rank, the expected sha256 or None, and where it comes from if it is not there.
+
+    C(source) is what M(rankzero.inference.model_files) takes, with C(revision) for Hugging Face; None where somebody else brings the files.
+    """
 
     name: str
     path: str
     sha256: str | None = None
+    source: str | None = None
+    revision: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,10 +235,35 @@ def _adapters(read: Reader, findings: Findings, where: str) -> tuple[Adapter, ..
         name = one.required("name", "the name that requests use for the adapter: letters, digits, and . _ / - after the first", MODEL_NAME)
         path = _path(one, "path", "Set the adapter's path.")
         sha256 = one.text("sha256", None, SHA256, "64 lower-case hexadecimal digits")
+        source, revision = _source(one, sha256)
         one.refuse_unknown()
         if name and path:
-            result.append(Adapter(name, path, sha256))
+            result.append(Adapter(name, path, sha256, source, revision))
+    paths = [adapter.path for adapter in result]
+    for path in sorted({path for path in paths if paths.count(path) > 1}):
+        if len({(adapter.source, adapter.revision, adapter.sha256) for adapter in result if adapter.path == path}) > 1:
+            findings.fault("%s.adapters" % where, "%s with different sources or checksums" % path, "one content at one path")
     return tuple(result)
+
+
+def _source(one: Reader, sha256: str | None) -> tuple[str | None, str | None]:
+    """Where an adapter comes from. What has no checksum and no pinned revision would be another adapter tomorrow."""
+    source = one.text("source", wanted="an http(s) address, hf://ORGANISATION/NAME, or a path on the controller")
+    revision = one.text("revision", None, REVISION, "the 40 hexadecimal digits of a commit")
+    if source is None:
+        if revision:
+            one.wrong("revision", revision, "no revision without a source")
+    elif source.startswith("hf:"):
+        if not HUGGING_FACE.match(source):
+            one.wrong("source", source, "hf://ORGANISATION/NAME")
+        if revision is None and not one.is_wrong("revision"):
+            one.wrong("revision", None, "the 40 hexadecimal digits of a commit", "A branch is another content tomorrow.")
+    elif "://" in source:
+        if not source.startswith(("http://", "https://")) or "@" in source.split("://", 1)[1].split("/", 1)[0]:
+            one.wrong("source", source.split("://", 1)[0] + "://...", "an http(s) address without a password", "Give a token in replica_model_token.")
+        if sha256 is None and not one.is_wrong("sha256"):
+            one.wrong("sha256", None, "64 lower-case hexadecimal digits", "What comes from an address must be known beforehand.")
+    return source, revision
 
 
 __all__ = ["Adapter", "NAME", "Profile", "parse", "select"]

@@ -6,78 +6,25 @@
 from __future__ import annotations
 
 import hashlib
-import http.server
 import pathlib
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
+import loopback
 import pytest
+from loopback import Request, Server
 
 from ansible_collections.rankzero.inference.plugins.module_utils import downloads
 from ansible_collections.rankzero.inference.plugins.module_utils.downloads import DownloadError
 
 CONTENT = bytes(range(256)) * 4096  # 1 MiB
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
-Answer = Callable[["Request"], None]
-
-
-class Request(http.server.BaseHTTPRequestHandler):
-    """Each test says how the server answers; what was asked is kept."""
-
-    protocol_version = "HTTP/1.1"
-    server: Server
-
-    def do_GET(self) -> None:
-        self.server.seen.append((self.path, dict(self.headers.items())))
-        self.server.answer(self)
-
-    def log_message(self, *_words: Any) -> None:
-        pass
-
-    def send(self, content: bytes = b"", status: int = 200, announced: int | None = None, **headers: str) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(content) if announced is None else announced))
-        for name, value in headers.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.end_headers()
-        self.wfile.write(content)
-        self.close_connection = True
-
-    def send_part(self, most: int | None = None, tag: str = '"a"', content: bytes = CONTENT) -> None:
-        """As a good server does: the rest from the byte asked for, of the same file only; at most so many bytes before the line breaks."""
-        asked = self.headers.get("Range", "")
-        start = int(asked[len("bytes=") : -1]) if asked and self.headers.get("If-Range", tag) == tag else 0
-        if start >= len(content):
-            return self.send(b"", 416, Content_Range="bytes */%d" % len(content))
-        rest = content[start:]
-        more = {"Content_Range": "bytes %d-%d/%d" % (start, len(content) - 1, len(content))} if start else {}
-        return self.send(rest[:most], 206 if start else 200, announced=len(rest), ETag=tag, **more)
-
-
-class Server(http.server.ThreadingHTTPServer):
-    daemon_threads = True
-
-    def handle_error(self, *_words: Any) -> None:
-        """A client that hangs up is what several tests are about."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Request)
-        self.seen: list[tuple[str, dict[str, str]]] = []
-        self.answer: Answer = Request.send_part
-
-    def url(self, path: str = "/file") -> str:
-        return "http://127.0.0.1:%d%s" % (self.server_address[1], path)
 
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    one = Server()
-    thread = threading.Thread(target=one.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
-    thread.start()
-    yield one
-    one.shutdown()
-    one.server_close()
+    with loopback.serving(lambda request: request.send_part(CONTENT)) as one:
+        yield one
 
 
 def fetch(server: Server, path: pathlib.Path, sha256: str | None = SHA256, **more: Any) -> downloads.Fetched:
@@ -94,28 +41,28 @@ def test_a_file_is_whole_and_nothing_is_left_beside_it(server: Server, tmp_path:
 
 
 def test_a_broken_connection_is_gone_on_from(server: Server, tmp_path: pathlib.Path) -> None:
-    server.answer = lambda request: request.send_part(most=300_000)
+    server.answer = lambda request: request.send_part(CONTENT, most=300_000)
     assert fetch(server, tmp_path / "file").resumed
     assert (tmp_path / "file").read_bytes() == CONTENT
     assert [headers.get("Range") for _path, headers in server.seen] == [None, "bytes=300000-", "bytes=600000-", "bytes=900000-"]
 
 
 def test_a_later_run_goes_on_where_an_earlier_one_gave_up(server: Server, tmp_path: pathlib.Path) -> None:
-    server.answer = lambda request: request.send_part(most=400_000)
+    server.answer = lambda request: request.send_part(CONTENT, most=400_000)
     with pytest.raises(DownloadError, match="in 1 attempts: the connection ended after 400000 of 1048576 bytes. The next run goes on"):
         fetch(server, tmp_path / "file", attempts=1)
     assert left(tmp_path / "file") == {"file.part", "file.part.json"}
-    server.answer = Request.send_part
+    server.answer = lambda request: request.send_part(CONTENT)
     assert fetch(server, tmp_path / "file").resumed and server.seen[-1][1]["Range"] == "bytes=400000-"
     assert (tmp_path / "file").read_bytes() == CONTENT and left(tmp_path / "file") == {"file"}
 
 
 def test_a_part_of_another_file_is_thrown_away(server: Server, tmp_path: pathlib.Path) -> None:
-    server.answer = lambda request: request.send_part(most=10)
+    server.answer = lambda request: request.send_part(CONTENT, most=10)
     for sha256, path in ((SHA256, "/old"), ("0" * 64, "/file")):
         with pytest.raises(DownloadError):
             fetch(server, tmp_path / "file", sha256, url=server.url(path), attempts=1)
-    server.answer = Request.send_part
+    server.answer = lambda request: request.send_part(CONTENT)
     fetch(server, tmp_path / "file")
     assert "Range" not in server.seen[-1][1] and (tmp_path / "file").read_bytes() == CONTENT
 
@@ -127,7 +74,7 @@ def test_a_file_that_changes_between_two_parts_is_fetched_anew(server: Server, t
         if len(server.seen) == 1:
             request.send(b"x" * 500, announced=len(CONTENT))
         else:
-            request.send_part()
+            request.send_part(CONTENT)
 
     server.answer = answer
     assert fetch(server, tmp_path / "file") == (len(CONTENT), SHA256, False)
@@ -139,7 +86,7 @@ def test_with_a_validator_a_changed_file_is_sent_whole(server: Server, tmp_path:
 
     def answer(request: Request) -> None:
         tag = next(tags)
-        request.send_part(most=1000 if tag == '"old"' else None, tag=tag)
+        request.send_part(CONTENT, most=1000 if tag == '"old"' else None, tag=tag)
 
     server.answer = answer
     assert fetch(server, tmp_path / "file", sha256=None).sha256 == SHA256
@@ -242,7 +189,7 @@ def test_https_is_never_left_for_http() -> None:
 
 
 def test_redirects_are_followed_within_bounds(server: Server, tmp_path: pathlib.Path) -> None:
-    server.answer = lambda request: request.send_part() if request.path == "/there" else request.send(b"", 302, Location="/there")
+    server.answer = lambda request: request.send_part(CONTENT) if request.path == "/there" else request.send(b"", 302, Location="/there")
     assert fetch(server, tmp_path / "file").sha256 == SHA256
     server.answer = lambda request: request.send(b"", 302, Location="/again")
     with pytest.raises(DownloadError):
@@ -262,7 +209,9 @@ def test_statuses(server: Server, tmp_path: pathlib.Path, status: int, attempts:
 
 @pytest.mark.parametrize("content_range", ["bytes 0-1048575/1048576", "bytes 5-9/10", "", "bytes x-y/z", "items 10-1048575/1048576"])
 def test_another_part_than_the_one_asked_for_is_refused(server: Server, tmp_path: pathlib.Path, content_range: str) -> None:
-    server.answer = lambda request: request.send_part(most=10) if len(server.seen) == 1 else request.send(CONTENT[10:], 206, Content_Range=content_range)
+    server.answer = lambda request: (
+        request.send_part(CONTENT, most=10) if len(server.seen) == 1 else request.send(CONTENT[10:], 206, Content_Range=content_range)
+    )
     with pytest.raises(DownloadError, match="another part than the one asked for"):
         fetch(server, tmp_path / "file")
 

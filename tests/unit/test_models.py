@@ -10,6 +10,7 @@ import json
 import os
 import pathlib
 import struct
+import subprocess
 import time
 
 import pytest
@@ -65,6 +66,8 @@ def test_hugging_face_directory(tmp_path):
         "files": 5,
         "error": None,
         "config": {key: value for key, value in CONFIG.items() if key != "vocab_size"},
+        "digest": found["digest"],
+        "fetched": None,
     }
 
 
@@ -142,11 +145,50 @@ def test_adapter(tmp_path):
     adapter = {"peft_type": "LORA", "r": 16, "lora_alpha": 32, "target_modules": ["q_proj", "v_proj"], "base_model_name_or_path": "glm", "inference_mode": True}
     path = model(tmp_path / "a", {"adapter_model.safetensors": 64}, **{"adapter_config.json": adapter})
     found = models.describe(path, checksum=True)
-    assert found["config"] == {key: value for key, value in adapter.items() if key != "inference_mode"}
+    assert found["config"] == {**{key: value for key, value in adapter.items() if key != "inference_mode"}, "highest_rank": 16}
     assert found["weight_bytes"] == 64
     assert found["sha256"]["adapter_model.safetensors"] == hashlib.sha256(b"x" * 64).hexdigest()
     assert set(found["sha256"]) == {"adapter_model.safetensors", "adapter_config.json"}
     assert "sha256" not in models.describe(path)
+
+
+@pytest.mark.parametrize(
+    ("more", "highest"),
+    [({}, 16), ({"rank_pattern": {"q_proj": 64, "v_proj": 8}}, 64), ({"rank_pattern": {"q_proj": "64", "x": True, "y": -1}}, 16), ({"r": None}, None)],
+)
+def test_single_layers_can_have_a_higher_rank(more, highest):
+    assert models.adapter_fields({"r": 16, **more}).get("highest_rank") == highest
+
+
+# ---- checksums
+
+
+def test_the_checksum_of_a_directory_is_what_the_documented_command_prints(tmp_path):
+    folder = tmp_path / "a"
+    (folder / "sub dir").mkdir(parents=True)
+    for name in ("b", "B", "a-1", "sub dir/\u00e9", "sub dir.txt"):
+        (folder / name).write_text(name)
+    (folder / models.NOTE).write_text("{}")
+    command = "find . -type f ! -name .rankzero.json -printf '%P\\n' | LC_ALL=C sort | xargs -d '\\n' sha256sum | sha256sum"
+    shown = subprocess.run(["bash", "-c", command], cwd=folder, capture_output=True, text=True, check=True).stdout.split()[0]
+    assert models.describe(str(folder), checksum=True)["content_sha256"] == shown
+    alone = models.describe(str(folder / "b"), checksum=True)
+    assert alone["content_sha256"] == alone["sha256"]["b"] == hashlib.sha256(b"b").hexdigest()
+
+
+def test_the_digest_tells_half_a_copy_from_a_good_one(tmp_path):
+    """A copy that was interrupted has its length already and zeros behind; nothing but a few samples is read."""
+    good = os.urandom(1 << 20)
+    seen = set()
+    for content in (good, good[: 1 << 19] + bytes(1 << 19), bytes(1 << 10) + good[1 << 10 :], good[:-1]):
+        folder = tmp_path / str(len(seen))
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(content)
+        (folder / "small").write_bytes(b"x" * 1000)
+        seen.add(models.describe(str(folder))["digest"])
+    assert len(seen) == 4
+    (folder / "small").write_bytes(b"x" * 500 + b"y" + b"x" * 499)
+    assert models.describe(str(folder))["digest"] not in seen, "small files are read whole"
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"[" * 100000, b'{"architectures": "\x1b[31m"}'])
@@ -167,6 +209,8 @@ def test_paths_that_are_no_model(tmp_path):
         "weight_bytes": None,
         "files": None,
         "config": None,
+        "digest": None,
+        "fetched": None,
         "error": "%s cannot be read: No such file or directory" % (tmp_path / "none"),
     }
     os.mkfifo(tmp_path / "fifo")
@@ -218,6 +262,16 @@ def test_a_group_counts_for_a_user_who_exists(public_path):
 
 
 # ---- GGUF
+
+
+def test_the_rank_of_a_gguf_adapter_is_in_its_tensors(tmp_path):
+    tiny_models.write_gguf_lora(tmp_path / "lora.gguf", rank=6)
+    found = models.describe(str(tmp_path / "lora.gguf"))
+    assert found["error"] is None and found["config"]["highest_rank"] == 6 and found["config"]["peft_type"] == "LORA"
+    content = (tmp_path / "lora.gguf").read_bytes()
+    for cut in range(24, len(content) - 5000, 17):
+        (tmp_path / "lora.gguf").write_bytes(content[:cut])
+        models.describe(str(tmp_path / "lora.gguf"))  # says what it can, and never fails
 
 
 def test_gguf_of_a_real_writer(tmp_path):

@@ -808,6 +808,79 @@ def test_what_must_be_equal_on_all_ranks(path: str, value: Any, field: str) -> N
     assert faults({"n1": found["n1"], "n2": changed(found["n2"], path, value)}, profile(engine="llamacpp")) == [("n2", field)]
 
 
+DIGEST = "a" * 64
+SQL = {"name": "sql", "path": "/adapters/sql"}
+
+
+def with_adapter(host: int, **more: Any) -> dict[str, Any]:
+    found = node(host)
+    found["models"]["/adapters/sql"] = {"exists": True, "readable": True, "kind": "directory", "bytes": 5, "files": 2, "content_sha256": DIGEST, **more}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value"),
+    [
+        ("/models/glm", "bytes", 1001),
+        ("/models/glm", "files", 4),
+        ("/models/glm", "digest", "other"),
+        ("/adapters/sql", "digest", "other"),
+        ("/adapters/sql", "content_sha256", "b" * 64),
+    ],
+)
+def test_every_rank_has_the_same_files(path: str, field: str, value: Any) -> None:
+    found = {f"n{number}": with_adapter(number, digest="one") for number in (1, 2)}
+    for host in found.values():
+        host["models"]["/models/glm"]["digest"] = "one"
+    wanted = profile(engine="sim", adapters=[SQL])
+    good(found, wanted)
+    found["n2"]["models"][path][field] = value
+    fault = with_fault(plan(found, wanted), "n2", "model_path" if path == "/models/glm" else "adapters.sql")
+    assert "as on n1" in fault["wanted"] and fault["rank"] == 1
+    found["n2"]["models"][path][field] = None
+    good({**found, "n2": found["n2"]} if field not in ("bytes", "files") else {"n1": with_adapter(1), "n2": with_adapter(2)}, wanted)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "seen", "fault"),
+    [
+        ({"sha256": DIGEST}, {}, None),
+        ({"sha256": "b" * 64}, {}, "sha256 " + "b" * 64),
+        ({"sha256": "b" * 64}, {"fetched": {"sha256": "b" * 64, "content_sha256": DIGEST}}, None),
+        (
+            {"sha256": "b" * 64},
+            {"fetched": {"sha256": "b" * 64, "content_sha256": "c" * 64, "source": "https://h/x"}},
+            "the content that came from https://h/x",
+        ),
+        ({"source": "hf://o/x", "revision": "1" * 40}, {"fetched": {"revision": "1" * 40, "content_sha256": DIGEST}}, None),
+        ({"source": "hf://o/x", "revision": "1" * 40}, {"fetched": {"revision": "2" * 40, "content_sha256": DIGEST}}, "revision " + "1" * 40),
+        ({"source": "hf://o/x", "revision": "1" * 40}, {}, "revision " + "1" * 40),
+    ],
+)
+def test_an_adapter_is_what_the_profile_says(adapter: dict[str, Any], seen: dict[str, Any], fault: str | None) -> None:
+    found, wanted = {"n1": with_adapter(1), "n2": with_adapter(2, **seen)}, profile(engine="sim", adapters=[{**SQL, **adapter}])
+    if fault is None:
+        good({"n1": with_adapter(1, **seen), "n2": found["n2"]}, wanted)
+    else:
+        assert with_fault(plan(found, wanted), "n2", "adapters.sql")["wanted"] == fault
+
+
+def test_an_adapter_that_the_deploy_will_fetch_is_no_fault_before() -> None:
+    missing = {"exists": False, "readable": False, "bytes": None, "files": None, "content_sha256": None}
+    found = {f"n{number}": with_adapter(number, **missing) for number in (1, 2)}
+    adapter = {**SQL, "source": "hf://o/x", "revision": "1" * 40}
+    warned = good(found, profile(engine="sim", adapters=[adapter]))["warnings"]
+    assert [(one["host"], one["field"]) for one in warned if "fetches" in one["hint"]] == [("n1", "adapters.sql"), ("n2", "adapters.sql")]
+    assert faults(found, profile(engine="sim", adapters=[SQL])) == [("n1", "adapters.sql"), ("n2", "adapters.sql")]
+
+
+def test_where_an_adapter_comes_from_does_not_decide_how_it_runs() -> None:
+    found = {f"n{number}": with_adapter(number) for number in (1, 2)}
+    one = good(found, profile(engine="sim", adapters=[{**SQL, "sha256": DIGEST}]))
+    other = good(found, profile(engine="sim", adapters=[{**SQL, "sha256": DIGEST, "source": "https://h/x.tar"}]))
+    assert one["fingerprint"] == other["fingerprint"]
+
+
 def test_service_managers_and_users() -> None:
     assert faults({"n1": changed(node(1), "host.service_manager", None), "n2": node(2)}) == [("n1", "host.service_manager")]
     assert faults(inputs={"n2": {"service_manager": "runit"}}) == [("n2", "host.service_manager")]

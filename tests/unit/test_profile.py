@@ -125,6 +125,14 @@ def test_survey_strings_mean_what_they_say() -> None:
         ({"adapters": [{"name": "a", "path": "a"}]}, "p.adapters[0].path"),
         ({"adapters": [{"name": "a", "path": "/a", "sha256": "ff"}]}, "p.adapters[0].sha256"),
         ({"adapters": [{"name": "a", "path": "/a", "x": 1}]}, "p.adapters[0].x"),
+        ({"adapters": [{"name": "a", "path": "/a", "source": "https://h/x.tar"}]}, "p.adapters[0].sha256"),
+        ({"adapters": [{"name": "a", "path": "/a", "source": "ftp://h/x.tar", "sha256": "0" * 64}]}, "p.adapters[0].source"),
+        ({"adapters": [{"name": "a", "path": "/a", "source": "https://user:pw@h/x.tar", "sha256": "0" * 64}]}, "p.adapters[0].source"),
+        ({"adapters": [{"name": "a", "path": "/a", "source": "hf://org", "revision": "0" * 40}]}, "p.adapters[0].source"),
+        ({"adapters": [{"name": "a", "path": "/a", "source": "hf://org/x"}]}, "p.adapters[0].revision"),
+        ({"adapters": [{"name": "a", "path": "/a", "source": "hf://org/x", "revision": "main"}]}, "p.adapters[0].revision"),
+        ({"adapters": [{"name": "a", "path": "/a", "revision": "0" * 40}]}, "p.adapters[0].revision"),
+        ({"adapters": [{"name": "a", "path": "/a", "sha256": "0" * 64}, {"name": "b", "path": "/a", "sha256": "1" * 64}]}, "p.adapters"),
         ({"adapters": [{"name": "a", "path": "/a"}, {"name": "a", "path": "/b"}]}, "p.adapters"),
         ({"adapters": [{"name": "glm", "path": "/a"}]}, "p.adapters"),
         ({"served_model_name": "-x"}, "p.served_model_name"),
@@ -258,8 +266,12 @@ def test_the_filters_never_fail() -> None:
     ]
     for one, other in itertools.product(nasty, repeat=2):
         assert isinstance(filters["profile_paths"](one, other), list)
+        assert isinstance(filters["profile_adapters"](one, other), list) and isinstance(filters["profile_sources"](one, other), list)
         assert isinstance(filters["whole_numbers"](one), list)
     assert filters["profile_paths"]("p", {"p": {"model_path": "/m", "adapters": [{"path": "/a"}, {"path": "b"}]}}) == ["/m", "/a"]
+    adapters = [{"path": "/a", "source": "hf://o/x", "revision": "f"}, {"path": "/b"}, {"path": "/a", "source": "hf://o/x", "revision": "f"}, {"source": "y"}]
+    assert filters["profile_adapters"]({"model_path": "/m", "adapters": adapters}) == ["/a", "/b", "/a"]
+    assert filters["profile_sources"]({"adapters": adapters}) == [{"path": "/a", "source": "hf://o/x", "sha256": "", "revision": "f"}]
     assert filters["whole_numbers"](["8000", "", None, 29500, 70000, "x"]) == [8000, 29500]
 
 

@@ -250,6 +250,12 @@ def test_adapters_in_order_and_their_rank_rounded_up(rank: int | None, allowed: 
     assert made.value(launch, "--max-loras") == "2" and made.value(launch, "--max-lora-rank") == allowed
 
 
+def test_the_highest_rank_of_an_adapters_layers_counts() -> None:
+    found = made.hosts(1)
+    found["n1"]["models"]["/adapters/fix"]["config"] = {"r": 8, "highest_rank": 100}
+    assert made.value(made.engine(made.good(profile(adapters=made.ADAPTERS), found=found)[0]), "--max-lora-rank") == "128"
+
+
 def test_all_ranks_are_given_the_same_lora_rank_though_one_host_does_not_know_it() -> None:
     found = made.hosts(2, adapter_rank=64)
     found["n2"]["models"]["/adapters/sql"]["config"] = None

@@ -56,10 +56,11 @@ def check_load_format(engine: Engine, profile: Profile, where: str, findings: Fi
 
 
 def adapter_ranks(shard: Shard) -> list[int | None]:
-    """The LoRA rank of each adapter as its adapter_config.json says, None where node facts do not know it."""
+    """The highest LoRA rank of each adapter as its adapter_config.json says, None where node facts do not know it."""
     ranks: list[int | None] = []
     for adapter in shard.profile.adapters:
-        rank = ((shard.models.get(adapter.path) or {}).get("config") or {}).get("r")
+        config = (shard.models.get(adapter.path) or {}).get("config") or {}
+        rank = config.get("highest_rank", config.get("r"))
         ranks.append(rank if isinstance(rank, int) and not isinstance(rank, bool) and rank > 0 else None)
     return ranks
 

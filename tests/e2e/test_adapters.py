@@ -1,0 +1,83 @@
+# Copyright (c) 2026 The rankzero.inference authors
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Adapters that a deploy fetches to every rank: from the controller and from a server that breaks; and what is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import pathlib
+import tarfile
+from collections.abc import Callable
+
+import fleet
+import loopback
+import pytest
+from conftest import sim_profile
+from test_simulated_replica import recap, request, with_profile
+
+MakeFleet = Callable[..., fleet.Fleet]
+TOKEN = "t0ken-of-the-server"
+WEIGHTS = os.urandom(400_000)
+
+
+def adapter(folder: pathlib.Path, rank: int = 16) -> pathlib.Path:
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank}))
+    (folder / "adapter_model.safetensors").write_bytes(WEIGHTS)
+    return folder
+
+
+def archived(folder: pathlib.Path) -> bytes:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w:gz") as archive:
+        archive.add(folder, "x")
+    return stream.getvalue()
+
+
+def test_adapters_are_fetched_to_every_rank_and_listed_in_order(make_fleet: MakeFleet, model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    hosts = make_fleet(["node-a", "node-b"], gpus=2, replica_model_token=TOKEN)
+    source, content = adapter(tmp_path / "fix"), archived(adapter(tmp_path / "sql"))
+    digest = hashlib.sha256(content).hexdigest()
+    answer = loopback.Request.send_part
+    # The hosts of a fleet share the machine's file system, as hosts with shared storage do: one fetches, and the other finds it there.
+    places = {name: tmp_path / "adapters" / name for name in ("sql-3", "fix-1")}
+    with loopback.serving(lambda asked: answer(asked, content, most=150_000)) as server:
+        adapters = [
+            {"name": "sql", "path": str(places["sql-3"]), "source": server.url("/sql.tar.gz"), "sha256": digest},
+            {"name": "fix", "path": str(places["fix-1"]), "source": str(source)},
+        ]
+        extra = with_profile(hosts, sim_profile(hosts, model, nodes=2, adapters=adapters))
+        checked = hosts.run("deploy_replica", "--check", extra=extra)
+        assert checked.returncode == 0 and "The deploy fetches it before it plans" in checked.stdout and not places["sql-3"].exists(), checked.stdout
+        first = hosts.run("deploy_replica", "-vvv", extra=extra)
+        assert first.returncode == 0, first.stdout + first.stderr
+        assert all(headers["Authorization"] == f"Bearer {TOKEN}" for _path, headers in server.seen) and len(server.seen) >= 3
+        assert TOKEN not in first.stdout + first.stderr
+    for place in places.values():
+        assert (place / "adapter_model.safetensors").read_bytes() == WEIGHTS
+    assert sorted(os.listdir(tmp_path / "adapters")) == ["fix-1", "sql-3"]
+    launch = json.loads((hosts.root("node-a") / "etc/rankzero/e2e/current/launch.json").read_text())
+    assert [one["id"] for one in request(launch["ready"]["url"], "/v1/models")[1]["data"]] == ["tiny", "sql", "fix"]
+
+    second = hosts.run("deploy_replica", extra=extra)  # the server is gone: nothing is asked of it
+    assert second.returncode == 0 and recap(second.stdout, "node-a")["changed"] == recap(second.stdout, "node-b")["changed"] == 0, second.stdout
+
+    (places["fix-1"] / "adapter_model.safetensors").write_bytes(WEIGHTS[:-1] + b"x")
+    changed = hosts.run("deploy_replica", extra=extra)
+    told = " ".join((changed.stdout + changed.stderr).split())
+    assert changed.returncode != 0 and "files that were changed after they were fetched" in told and request(launch["ready"]["url"], "/health")[0] == 200
+
+
+@pytest.mark.slow
+def test_what_cannot_be_fetched_stops_the_deploy_before_anything_is_started(make_fleet: MakeFleet, model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    hosts = make_fleet(["node-a"], gpus=2)
+    with loopback.serving(lambda asked: asked.send(b"another file")) as server:
+        adapters = [{"name": "sql", "path": str(tmp_path / "adapters/sql"), "source": server.url("/sql.gguf"), "sha256": "0" * 64}]
+        done = hosts.run("deploy_replica", extra=with_profile(hosts, sim_profile(hosts, model, nodes=1, adapters=adapters)))
+    told = " ".join((done.stdout + done.stderr).split())
+    assert done.returncode != 0 and "and %s is wanted: correct sha256" % ("0" * 64) in told
+    assert not (hosts.root("node-a") / "etc").exists() and os.listdir(tmp_path / "adapters") == []
