@@ -57,8 +57,20 @@ QUANTIZATION_FIELDS = (
     "weight_block_size",
     "load_in_4bit",
     "load_in_8bit",
+    "linear_quant_method",
 )
-ADAPTER_FIELDS = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "base_model_name_or_path", "target_modules", "modules_to_save")
+ADAPTER_FIELDS = (
+    "peft_type",
+    "r",
+    "lora_alpha",
+    "use_rslora",
+    "use_dora",
+    "bias",
+    "lora_bias",
+    "base_model_name_or_path",
+    "target_modules",
+    "modules_to_save",
+)
 NO_WEIGHTS = re.compile(r"^(training_args|optimizer|scheduler|rng_state.*)\.bin$")
 GGUF_SPLIT = re.compile(r"^(.*)-[0-9]{5}-of-([0-9]{5})\.gguf$")
 
@@ -228,9 +240,50 @@ def config_fields(config: Facts) -> Facts:
     for name in ("quantization_config", "compression_config"):
         part = config.get(name)
         if isinstance(part, dict):
-            found["quantization_config"] = small_fields(part, QUANTIZATION_FIELDS)
+            found["quantization_config"] = {**small_fields(part, QUANTIZATION_FIELDS), **quantization_schemes(part)}
+            if not found["quantization_config"].get("quant_method") and part.get("quant_algo"):
+                found["quantization_config"].update(modelopt_fields({"quantization": part}).get("quantization_config", {}))
             break
     return found
+
+
+def quantization_schemes(part: Facts) -> Facts:
+    """`{schemes: [[weights, activations|null]]}` such as `["fp8", "fp8"]` or `["int4", null]`, of the layers of a compressed-tensors or Quark checkpoint:
+    what GPUs it needs depends on them, and not on the method's name alone. Empty for other methods."""
+    groups = part.get("config_groups")
+    kind: Callable[[Any], str | None] = compressed_kind
+    if isinstance(groups, dict):  # compressed-tensors
+        pairs = [(group.get("weights"), group.get("input_activations")) for group in groups.values() if isinstance(group, dict)]
+    else:
+        layers = part.get("layer_quant_config")
+        configs = [part.get("global_quant_config"), *(layers.values() if isinstance(layers, dict) else ())]
+        pairs = [(config.get("weight"), config.get("input_tensors")) for config in configs if isinstance(config, dict)]
+        kind = quark_kind
+    schemes = sorted({(kind(weights), kind(activations) or "") for weights, activations in pairs if kind(weights)} if pairs else ())
+    return {"schemes": [[weights, activations or None] for weights, activations in schemes][:16]} if schemes else {}
+
+
+def compressed_kind(arguments: Any) -> str | None:
+    """fp8, int4, nvfp4, mxfp4, mxfp8 ... of a QuantizationArgs; groups of 16 are NVIDIA's FP4, of 32 the OCP's formats."""
+    if not isinstance(arguments, dict) or not isinstance(arguments.get("num_bits"), int):
+        return None
+    bits, group = arguments["num_bits"], arguments.get("group_size")
+    if arguments.get("type") != "float":
+        return "int%d" % bits
+    return "%s%d" % ({16: "nvfp", 32: "mxfp"}.get(group if isinstance(group, int) else 0, "fp"), bits) if bits in (4, 8) else "fp%d" % bits
+
+
+def quark_kind(tensor: Any) -> str | None:
+    """The same of Quark's description of a tensor; of several steps of quantization the last one counts."""
+    tensor = tensor[-1] if isinstance(tensor, list) and tensor else tensor
+    dtype = str(tensor.get("dtype") or "") if isinstance(tensor, dict) else ""
+    match = re.match(r"(fp|int|uint|mxfp)([0-9]+)", dtype)
+    if not match:
+        return None
+    group = tensor.get("group_size")
+    if dtype.startswith("fp4"):
+        return "nvfp4" if group == 16 else "mxfp4"
+    return "%s%s" % (match.group(1).replace("uint", "int"), match.group(2))
 
 
 def modelopt_fields(config: Facts) -> Facts:

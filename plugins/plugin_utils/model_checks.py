@@ -29,6 +29,7 @@ def check(ranks: t.Sequence[Rank], profile: Profile, engine: Engine, findings: F
         _check_place(one, profile, findings)
     _check_same_files(ranks, profile, engine, findings)
     _check_heads(ranks, profile, engine, findings)
+    _check_quantizations(ranks, profile, engine, findings)
     _check_capability(ranks, profile, engine, findings)
     _check_memory(ranks, profile, engine, findings)
 
@@ -165,20 +166,56 @@ def wanted_quantizations(ranks: t.Sequence[Rank], profile: Profile, engine: Engi
     if profile.quantization:
         found.append(("quantization", profile.quantization))
     found += [("args", name) for name in engine.quantization_arguments(profile)]
-    quantized = _config(ranks, profile).get("quantization_config")
-    method = quantized.get("quant_method") if isinstance(quantized, t.Mapping) else None
+    method = _checkpoint(ranks, profile).get("quant_method")
     if isinstance(method, str) and method:
         found.append(("config.json", method))
     return found
 
 
+def _checkpoint(ranks: t.Sequence[Rank], profile: Profile) -> t.Mapping[str, t.Any]:
+    """What the model's own files say of their quantization."""
+    quantized = _config(ranks, profile).get("quantization_config")
+    return quantized if isinstance(quantized, t.Mapping) else {}
+
+
+def _check_quantizations(ranks: t.Sequence[Rank], profile: Profile, engine: Engine, findings: Findings) -> None:
+    """The wanted methods go with the checkpoint's and with the build, and are for this hardware."""
+    wanted = wanted_quantizations(ranks, profile, engine)
+    checkpoint = str(_checkpoint(ranks, profile).get("quant_method") or "")
+    for where, name in wanted:
+        if engine.quantizations and where != "config.json" and checkpoint and not quantization.go_together(name, checkpoint):
+            findings.fault(
+                where, "quantization %s" % name, checkpoint, "The model's own config.json says %s, and %s takes no other." % (checkpoint, engine.name)
+            )
+        if not profile.on_cpu and name.lower() in engine.elsewhere_quantizations:
+            findings.fault(where, "quantization %s" % name, "one for NVIDIA GPUs", "It is for %s." % engine.elsewhere_quantizations[name.lower()])
+        package = engine.quantization_packages.get(name.lower())
+        for one in ranks if package else ():
+            versions = one.build.get("versions") or {}
+            if package not in versions:
+                say = findings.fault if versions else findings.warn
+                say(
+                    where,
+                    "quantization %s, and a build without %s" % (name, package),
+                    "a build with %s" % package,
+                    "%s has it by that package only." % engine.name,
+                    host=one.host.name,
+                    rank=one.rank,
+                )
+
+
 def _wanted_capabilities(ranks: t.Sequence[Rank], profile: Profile, engine: Engine, findings: Findings) -> t.Iterator[tuple[str, str, int]]:
     """(where it is said, what, minimum compute capability) of everything that needs one."""
+    if engine.capability_floor:
+        yield "engine", "engine %s" % engine.name, engine.capability_floor
     for where, name in wanted_quantizations(ranks, profile, engine):
         minimum = engine.quantization_minimum(name)
-        if minimum is not None:
+        scheme = quantization.of_schemes(engine.schemes, name, _checkpoint(ranks, profile).get("schemes")) if where == "config.json" else None
+        if scheme is not None:
+            yield where, "quantization %s (%s)" % (name, scheme[1]), max(scheme[0], minimum or 0)
+        elif minimum is not None:
             yield where, "quantization %s" % name, minimum
-        elif engine.quantizations:
+        elif engine.quantizations and name.lower() not in {**engine.quantization_packages, **engine.elsewhere_quantizations}:
             findings.warn(where, "quantization %s" % name, "one that %s is known to have" % engine.name, "Its minimum compute capability is not known here.")
     for where, value, table in (("dtype", profile.dtype, engine.dtypes), ("kv_cache_dtype", profile.kv_cache_dtype, engine.kv_cache_dtypes)):
         if value and table.get(value):
@@ -193,6 +230,8 @@ def _check_capability(ranks: t.Sequence[Rank], profile: Profile, engine: Engine,
             for gpu in one.gpus:
                 have = quantization.capability(gpu.get("compute_capability"))
                 label = "GPU %s (%s)" % (gpu.get("index"), gpu.get("model"))
+                if have is None and where == "engine":
+                    continue  # what the profile asks for is said; that the GPU is not ancient is taken for granted
                 if have is None:
                     findings.warn(where, "%s with an unknown compute capability" % label, wanted, "It is let through.", host=one.host.name, rank=one.rank)
                 elif have < minimum:

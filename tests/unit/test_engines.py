@@ -9,6 +9,7 @@ import sys
 import types
 from typing import Any
 
+import engine_requests as made
 import facts
 import pytest
 
@@ -66,6 +67,29 @@ def test_an_adapter_that_is_none_is_a_fault(monkeypatch: pytest.MonkeyPatch, con
 def test_engines_that_are_not_there(name: str) -> None:
     findings = Findings()
     assert engines.load(name, findings) is None and [fault.field for fault in findings.faults] == ["engine"]
+
+
+# ---- adapters of llama.cpp
+
+
+@pytest.mark.parametrize(
+    ("config", "good"),
+    [
+        ({"architectures": ["llama"], "peft_type": "LORA", "highest_rank": 4}, True),
+        ({"architectures": ["qwen2"], "peft_type": "LORA", "highest_rank": 4}, False),
+        ({"architectures": ["llama"], "peft_type": "IA3", "highest_rank": None}, False),
+        ({"architectures": ["llama"]}, False),
+        (None, True),
+    ],
+)
+def test_an_adapter_of_llamacpp_is_a_lora_of_the_models_architecture(config: dict[str, Any] | None, good: bool) -> None:
+    found = made.hosts(1, config={"architectures": ["llama"]})
+    found["n1"]["models"]["/adapters/sql"]["config"] = config
+    wanted = made.profile("llamacpp", adapters=[{"name": "sql", "path": "/adapters/sql"}])
+    if good:
+        made.good(wanted, found=found)
+    else:
+        assert made.faults(wanted, found=found) == ["adapters.sql"]
 
 
 # ---- state over all hosts

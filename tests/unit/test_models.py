@@ -134,6 +134,42 @@ def test_multimodal_config_and_quantization(tmp_path):
     }
 
 
+def group(bits: int, kind: str = "int", size: int | None = None) -> dict:
+    return {"num_bits": bits, "type": kind, "group_size": size, "strategy": "group" if size else "channel", "dynamic": True}
+
+
+@pytest.mark.parametrize(
+    ("config", "schemes"),
+    [
+        ({"config_groups": {"a": {"weights": group(8, "float"), "input_activations": group(8, "float")}}}, [["fp8", "fp8"]]),
+        ({"config_groups": {"a": {"weights": group(4, size=128), "input_activations": None}}}, [["int4", None]]),
+        ({"config_groups": {"a": {"weights": group(4, "float", 16), "input_activations": group(4, "float", 16)}}}, [["nvfp4", "nvfp4"]]),
+        ({"config_groups": {"a": {"weights": group(4, "float", 32), "input_activations": None}}}, [["mxfp4", None]]),
+        (
+            {"config_groups": {"a": {"weights": group(8, "float", 32)}, "b": {"weights": group(4, size=32), "input_activations": group(8)}}},
+            [["int4", "int8"], ["mxfp8", None]],
+        ),
+        ({"config_groups": {"a": {"weights": {"num_bits": "8"}}, "b": 5, "c": {}}}, None),
+        ({"config_groups": []}, None),
+        ({"global_quant_config": {"weight": {"dtype": "fp8_e4m3"}, "input_tensors": {"dtype": "fp8_e4m3"}}}, [["fp8", "fp8"]]),
+        ({"global_quant_config": {"weight": [{"dtype": "fp8_e4m3"}, {"dtype": "int4"}], "input_tensors": None}}, [["int4", None]]),
+        ({"global_quant_config": {"weight": {"dtype": "fp4", "group_size": 32}, "input_tensors": {"dtype": "fp4", "group_size": 32}}}, [["mxfp4", "mxfp4"]]),
+        (
+            {"global_quant_config": {"weight": []}, "layer_quant_config": {"x": {"weight": {"dtype": "int8"}, "input_tensors": {"dtype": "int8"}}, "y": 1}},
+            [["int8", "int8"]],
+        ),
+    ],
+)
+def test_schemes_of_checkpoints_that_have_several(config, schemes):
+    assert models.quantization_schemes(config) == ({"schemes": schemes} if schemes else {})
+
+
+def test_modelopt_inside_of_config_json(tmp_path):
+    """Newer exports have it there, without the name of the method."""
+    config = {**CONFIG, "quantization_config": {"quant_algo": "NVFP4", "producer": {"name": "modelopt"}}}
+    assert models.describe(model(tmp_path / "m", {"model.safetensors": 1}, config))["config"]["quantization_config"]["quant_method"] == "modelopt_fp4"
+
+
 @pytest.mark.parametrize(("algorithm", "method"), [("FP8", "modelopt"), ("NVFP4", "modelopt_fp4"), ("MIXED_PRECISION", "modelopt_mixed")])
 def test_modelopt(tmp_path, algorithm, method):
     side = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": algorithm, "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}}

@@ -247,7 +247,8 @@ def test_adapters_by_name_and_a_place_for_the_model_itself() -> None:
         ({"dtype": "bfloat16"}, "7.5", "dtype"),
         ({"kv_cache_dtype": "nvfp4"}, "9.0", "kv_cache_dtype"),
         ({"quantization": "w8a8_fp8"}, "8.0", "quantization"),
-        ({"quantization": "awq"}, "7.0", "quantization"),
+        ({"quantization": "awq_marlin"}, "7.5", "quantization"),
+        ({}, "7.0", "engine"),
     ],
 )
 def test_the_weakest_gpu_decides(wanted: dict[str, Any], capability: str, field: str) -> None:
@@ -255,6 +256,52 @@ def test_the_weakest_gpu_decides(wanted: dict[str, Any], capability: str, field:
     for gpu in found["n1"]["gpus"]:
         gpu["compute_capability"] = capability
     assert set(made.faults(profile(**wanted), found=found)) == {field}
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "capability", "good"),
+    [
+        ({"quant_method": "compressed-tensors", "schemes": [["nvfp4", "nvfp4"]]}, "9.0", False),
+        ({"quant_method": "compressed-tensors", "schemes": [["nvfp4", "nvfp4"]]}, "10.0", True),
+        ({"quant_method": "compressed-tensors", "schemes": [["int4", None], ["int4", "fp8"]]}, "8.9", False),
+        ({"quant_method": "compressed-tensors", "schemes": [["fp8", "fp8"]]}, "8.0", True),
+        ({"quant_method": "compressed-tensors", "schemes": [["fp8", "fp8"]]}, "7.5", False),
+        ({"quant_method": "compressed-tensors"}, "7.5", True),
+        ({"quant_method": "quark", "schemes": [["fp8", "fp8"]]}, "8.0", False),
+        ({"quant_method": "modelslim"}, "9.0", False),
+    ],
+)
+def test_a_checkpoints_schemes_decide(checkpoint: dict[str, Any], capability: str, good: bool) -> None:
+    found = made.hosts(1, config={"quantization_config": checkpoint})
+    for gpu in found["n1"]["gpus"]:
+        gpu["compute_capability"] = capability
+    if good:
+        made.good(profile(), found=found)
+    else:
+        assert set(made.faults(profile(), found=found)) == {"config.json"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "checkpoint", "good"),
+    [
+        ("w8a8_fp8", "compressed-tensors", True),
+        ("modelopt_fp4", "modelopt", True),
+        ("modelopt_fp4", "fp8", True),
+        ("awq_marlin", "awq", True),
+        ("awq", "gptq", False),
+        ("fp8", "awq", False),
+        ("fp8", "compressed-tensors", False),
+        ("fp8", "something-new", True),
+    ],
+)
+def test_another_method_than_the_checkpoints_is_refused(asked: str, checkpoint: str, good: bool) -> None:
+    found = made.hosts(1, config={"quantization_config": {"quant_method": checkpoint}})
+    for gpu in found["n1"]["gpus"]:
+        gpu["compute_capability"] = "10.0"
+    if good:
+        made.good(profile(quantization=asked), found=found)
+    else:
+        assert made.faults(profile(quantization=asked), found=found) == ["quantization"]
 
 
 def test_gptq_is_run_as_gptq_marlin() -> None:

@@ -301,6 +301,80 @@ def test_the_weakest_gpu_decides(wanted: dict[str, Any], capability: str, field:
     assert made.good(profile(**wanted), found=found)
 
 
+@pytest.mark.parametrize(
+    ("checkpoint", "capability", "good"),
+    [
+        ({"quant_method": "compressed-tensors", "schemes": [["int4", "fp8"]]}, "8.9", False),
+        ({"quant_method": "compressed-tensors", "schemes": [["int4", "fp8"]]}, "9.0", True),
+        ({"quant_method": "compressed-tensors", "schemes": [["fp8", "fp8"]]}, "7.5", True),
+        ({"quant_method": "compressed-tensors", "schemes": [["fp8", "fp8"]]}, "7.0", False),
+        ({"quant_method": "compressed-tensors", "schemes": [["mxfp4", None]]}, "7.5", False),
+        ({"quant_method": "quark", "schemes": [["fp8", "fp8"], ["mxfp4", "mxfp4"]]}, "8.0", False),
+        ({"quant_method": "quark", "schemes": [["mxfp4", "mxfp4"]]}, "7.0", True),
+        ({"quant_method": "compressed-tensors", "schemes": "damaged"}, "7.0", True),
+        ({"quant_method": "compressed-tensors", "schemes": [[], ["x"], [None, None], {}]}, "7.0", True),
+    ],
+)
+def test_a_checkpoints_schemes_decide(checkpoint: dict[str, Any], capability: str, good: bool) -> None:
+    found = made.hosts(1, config={"quantization_config": checkpoint})
+    for gpu in found["n1"]["gpus"]:
+        gpu["compute_capability"] = capability
+    if good:
+        made.good(profile(), found=found)
+    else:
+        assert set(made.faults(profile(), found=found)) == {"config.json"}
+
+
+def test_vllm_has_a_floor_of_its_own() -> None:
+    found = made.hosts(1)
+    for gpu in found["n1"]["gpus"]:
+        gpu["compute_capability"] = "5.2"
+    assert set(made.faults(profile(), found=found)) == {"engine"}
+
+
+def test_methods_that_left_vllm_need_their_package_in_the_build() -> None:
+    """gguf and bitsandbytes are plugins since 0.33."""
+    config = {"quantization_config": {"quant_method": "bitsandbytes"}}
+    found = made.hosts(1, config=config)
+    assert "config.json" in made.warnings(profile(), found=found), "a build that nobody asked for its packages may have it"
+    found["n1"]["engines"]["vllm"] = [made.build("vllm", versions={"vllm": "0.33.0"})]
+    assert made.faults(profile(), found=found) == ["config.json"]
+    found["n1"]["engines"]["vllm"] = [made.build("vllm", versions={"vllm": "0.33.0", "vllm-bnb-plugin": "0.1.0"})]
+    assert made.warnings(profile(), found=found) == []
+
+
+def test_deprecated_methods_and_types_that_do_not_go_together() -> None:
+    assert made.faults(profile(quantization="fbgemm_fp8")) == ["quantization"]
+    for spelled in ("--allow-deprecated-quantization", "--allow_deprecated_quant"):
+        made.good(profile(quantization="fbgemm_fp8", args=[spelled]))
+    assert made.faults(profile(quantization="mxfp4", dtype="float16")) == ["dtype"]
+    made.good(profile(quantization="mxfp4", dtype="bfloat16"))
+    found = made.hosts(1, config={"quantization_config": {"quant_method": "gptq"}})
+    assert made.faults(profile(quantization="awq"), found=found) == ["quantization"]
+    made.good(profile(quantization="gptq_marlin"), found=found)
+
+
+@pytest.mark.parametrize(
+    ("config", "good"),
+    [
+        ({"use_dora": True}, False),
+        ({"modules_to_save": ["embed_tokens"]}, False),
+        ({"modules_to_save": "all"}, False),
+        ({"modules_to_save": ["classifier", "score"]}, True),
+        ({"lora_bias": True}, False),
+        ({"bias": "all"}, False),
+        ({"bias": "none", "lora_bias": False, "use_dora": False, "modules_to_save": None}, True),
+    ],
+)
+def test_adapters_with_what_vllm_does_not_serve_are_refused(config: dict[str, Any], good: bool) -> None:
+    found = made.hosts(1)
+    found["n1"]["models"]["/adapters/sql"]["config"] = {"r": 8, **config}
+    if good:
+        made.good(profile(adapters=made.ADAPTERS), found=found)
+    else:
+        assert made.faults(profile(adapters=made.ADAPTERS), found=found) == ["adapters.sql"]
+
+
 def test_quantization_of_the_models_own_config_counts() -> None:
     found = made.hosts(1, config={"quantization_config": {"quant_method": "mxfp4"}})
     for gpu in found["n1"]["gpus"]:

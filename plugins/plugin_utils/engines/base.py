@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import typing as t
 
-from ansible_collections.rankzero.inference.plugins.plugin_utils import memory_fit
+from ansible_collections.rankzero.inference.plugins.plugin_utils import memory_fit, quantization
 from ansible_collections.rankzero.inference.plugins.plugin_utils.arguments import Grammar, find, unknown, value
 from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings
 from ansible_collections.rankzero.inference.plugins.plugin_utils.profile import Profile
@@ -110,6 +110,10 @@ class Engine:
     context_option: str | None = None  # the option that sets the length of a sequence
     weights_on_gpu = 1.0  # the part of the weights that is on GPUs for certain
     quantizations: t.Mapping[str, int] = {}
+    schemes: t.Mapping[str, quantization.Schemes] = {}  # method -> minima by scheme, where a checkpoint has several
+    quantization_packages: t.Mapping[str, str] = {}  # method -> the package that a build needs for it
+    elsewhere_quantizations: t.Mapping[str, str] = {}  # method -> the hardware that it is for, which is none of NVIDIA's
+    capability_floor = 0  # below it the engine does not run on a GPU at all
     grammar = Grammar({})
     parser: tuple[tuple[str, ...], ...] = ()  # every option of the engine with its spellings (option_names.py)
     owned: t.Mapping[str, str] = {}  # canonical option -> where its value comes from

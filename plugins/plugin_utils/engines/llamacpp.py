@@ -15,6 +15,7 @@ from ansible_collections.rankzero.inference.plugins.plugin_utils.engines.base im
 from ansible_collections.rankzero.inference.plugins.plugin_utils.engines.option_names import LLAMACPP as PARSER
 from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings
 from ansible_collections.rankzero.inference.plugins.plugin_utils.profile import Profile
+from ansible_collections.rankzero.inference.plugins.plugin_utils.quantization import LLAMACPP_FLOOR
 
 # Canonical option -> its other spellings (llama.cpp b11434, common/arg.cpp). Names are matched exactly, with _ for -.
 _OWNED = {
@@ -114,6 +115,7 @@ class Adapter(Engine):
     falls_back_to_cpu = True
     uses_nccl = False  # RPC over TCP
     heads_divide = False
+    capability_floor = LLAMACPP_FLOOR
     owned = {option: why for option, (_others, why) in _OWNED.items()}
     refused = {option: what for option, (_others, what) in _REFUSED.items()}
     parser = PARSER
@@ -140,6 +142,22 @@ class Adapter(Engine):
 
     def expected_models(self, profile: Profile) -> list[str]:
         return [profile.served_model_name]  # adapters are listed by /lora-adapters, not as models
+
+    def check_shard(self, shard: Shard, findings: Findings) -> None:
+        """An adapter is of the model's architecture and a LoRA, or llama-server ends."""
+        model = _architecture(shard, shard.profile.model_path)
+        for adapter in shard.profile.adapters if shard.is_leader else ():
+            config = (shard.models.get(adapter.path) or {}).get("config") or {}
+            own = _architecture(shard, adapter.path)
+            seen = None
+            if model and own and own != model:
+                seen = "an adapter for %s" % own
+            elif "highest_rank" in config and config.get("peft_type") not in ("LORA", None):
+                seen = "an adapter of type %s" % config["peft_type"]
+            elif own and "highest_rank" not in config:
+                seen = "a model"
+            if seen:
+                findings.fault("adapters.%s" % adapter.name, seen, "a LoRA adapter%s" % (" for %s" % model if model else ""), host=shard.host, rank=shard.rank)
 
     def cache_bytes(self, profile: Profile) -> float:
         """16 bits, unless the arguments choose another type; 4 bits are the smallest there are."""
@@ -217,3 +235,9 @@ class Adapter(Engine):
 
     def devices_command(self, shard: Shard) -> tuple[str, tuple[str, ...]]:
         return self.program(shard, "llama-server"), ("--list-devices",)
+
+
+def _architecture(shard: Shard, path: str) -> str | None:
+    """What a GGUF header says that it is."""
+    found = ((shard.models.get(path) or {}).get("config") or {}).get("architectures")
+    return str(found[0]) if isinstance(found, list) and found else None

@@ -16,7 +16,7 @@ from ansible_collections.rankzero.inference.plugins.plugin_utils.engines.base im
 from ansible_collections.rankzero.inference.plugins.plugin_utils.engines.option_names import SGLANG as PARSER
 from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings
 from ansible_collections.rankzero.inference.plugins.plugin_utils.profile import Profile
-from ansible_collections.rankzero.inference.plugins.plugin_utils.quantization import SGLANG
+from ansible_collections.rankzero.inference.plugins.plugin_utils.quantization import SGLANG, SGLANG_FLOOR, SGLANG_SCHEMES
 
 _GATE = "the readiness gate, which asks plain HTTP at the root"
 _SHAPE = "tp, pp, dp, attention_dp, nodes and gpus_per_node of the profile"
@@ -151,6 +151,9 @@ class Adapter(Engine):
     dtypes = torch_stack.DTYPES
     kv_cache_dtypes = _KV_CACHE_DTYPES
     quantizations = SGLANG
+    schemes = SGLANG_SCHEMES
+    elsewhere_quantizations = {"modelslim": "Ascend NPUs", "mxfp_w4a8": "Ascend NPUs", "mlx_q4": "Apple's processors", "mlx_q8": "Apple's processors"}
+    capability_floor = SGLANG_FLOOR
     owned = _OWNED
     refused = _REFUSED
     parser = PARSER

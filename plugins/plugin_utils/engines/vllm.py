@@ -13,13 +13,13 @@ from __future__ import annotations
 import json
 import typing as t
 
-from ansible_collections.rankzero.inference.plugins.plugin_utils.arguments import grammar_of
+from ansible_collections.rankzero.inference.plugins.plugin_utils.arguments import find, grammar_of
 from ansible_collections.rankzero.inference.plugins.plugin_utils.engines import torch_stack
 from ansible_collections.rankzero.inference.plugins.plugin_utils.engines.base import Engine, Launch, Shard
 from ansible_collections.rankzero.inference.plugins.plugin_utils.engines.option_names import VLLM as PARSER
 from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings
 from ansible_collections.rankzero.inference.plugins.plugin_utils.profile import Profile
-from ansible_collections.rankzero.inference.plugins.plugin_utils.quantization import VLLM
+from ansible_collections.rankzero.inference.plugins.plugin_utils.quantization import VLLM, VLLM_FLOOR, VLLM_SCHEMES
 
 _GATE = "the readiness gate, which asks plain HTTP at the root"
 _SHAPE = "tp, pp, dp, nodes and gpus_per_node of the profile"
@@ -115,7 +115,10 @@ _REFUSED = {
     "--weight-transfer-config": "lets others replace the weights",
     "--ray-workers-use-nsight": "starts another program in place of the workers",
 }
-_OTHER = ("--load-format", "--max-model-len")
+_ALLOW_DEPRECATED = "--allow-deprecated-quantization"
+_DEPRECATED = ("fbgemm_fp8", "fp_quant")
+_BFLOAT16_ONLY = ("mxfp4", "gpt_oss_mxfp4")
+_OTHER = ("--load-format", "--max-model-len", _ALLOW_DEPRECATED)
 _SHORT = {"-h": "--help", "-v": "--version"}
 _KV_CACHE_DTYPES = {
     # Without an entry of its own in vLLM's backends a value counts as runnable everywhere; fp8 needs FlashInfer (8.0) at the least.
@@ -161,6 +164,9 @@ class Adapter(Engine):
     dtypes = torch_stack.DTYPES
     kv_cache_dtypes = _KV_CACHE_DTYPES
     quantizations = VLLM
+    schemes = VLLM_SCHEMES
+    quantization_packages = {"gguf": "vllm-gguf-plugin", "bitsandbytes": "vllm-bnb-plugin"}  # no part of vLLM any more
+    capability_floor = VLLM_FLOOR
     owned = _OWNED
     refused = _REFUSED
     parser = PARSER
@@ -173,6 +179,7 @@ class Adapter(Engine):
         torch_stack.check_load_format(self, profile, where, findings)
         self._validate_nodes(profile, where, findings)
         self._validate_data_parallel(profile, where, findings)
+        self._validate_quantization(profile, where, findings)
         for number, adapter in enumerate(profile.adapters):
             if "," in adapter.path:
                 findings.fault(
@@ -190,6 +197,13 @@ class Adapter(Engine):
                 "a divisor of tp %d x pp %d x dp %d = %d" % (profile.tp, profile.pp, profile.dp, world),
                 "Every node runs the same number of processes.",
             )
+
+    def _validate_quantization(self, profile: Profile, where: str, findings: Findings) -> None:
+        name = (profile.quantization or "").lower()
+        if name in _DEPRECATED and not any(spelled.option == _ALLOW_DEPRECATED for spelled in find(profile.args, self.grammar)):
+            findings.fault("%s.quantization" % where, name, "%s in args" % _ALLOW_DEPRECATED, "vLLM has deprecated it, and refuses it without that.")
+        if name in _BFLOAT16_ONLY and profile.dtype not in (None, "auto", "bfloat16"):
+            findings.fault("%s.dtype" % where, profile.dtype, "bfloat16 with quantization %s" % name, "Its kernels compute in bfloat16 only.")
 
     def _validate_data_parallel(self, profile: Profile, where: str, findings: Findings) -> None:
         if profile.dp_mode == "hybrid" and (profile.nodes == 1 or profile.dp < 2 * profile.nodes):
@@ -230,6 +244,9 @@ class Adapter(Engine):
                 findings.warn(
                     "gpus", "a MIG device", "a whole GPU", "vLLM may take another GPU's memory for the device's (vllm#41848).", host=shard.host, rank=shard.rank
                 )
+        for adapter in profile.adapters:
+            for seen, wanted in _unsupported((shard.models.get(adapter.path) or {}).get("config") or {}):
+                findings.fault("adapters.%s" % adapter.name, seen, wanted, "vLLM refuses the adapter (lora/peft_helper.py).", host=shard.host, rank=shard.rank)
         for adapter, rank in zip(profile.adapters, torch_stack.adapter_ranks(shard)):
             if rank is not None and rank > LORA_RANKS[-1]:
                 findings.fault(
@@ -400,3 +417,15 @@ class Adapter(Engine):
         if shard.profile.distributed != "ray" or not shard.has_peers or not shard.is_leader:
             return {}
         return {NON_CARRY_OVER: json.dumps(sorted({*variables, "RANKZERO_SHARD"}), indent=1) + "\n"}
+
+
+def _unsupported(config: t.Mapping[str, t.Any]) -> t.Iterator[tuple[str, str]]:
+    """(seen, wanted) of what an adapter_config.json says that vLLM does not serve."""
+    modules = config.get("modules_to_save") or []
+    others = [str(name) for name in modules if name not in ("classifier", "score")] if isinstance(modules, list) else [str(modules)]
+    if others:
+        yield "modules_to_save %s" % ", ".join(others), "none but classifier and score"
+    if config.get("use_dora"):
+        yield "a DoRA adapter", "a LoRA adapter (use_dora false)"
+    if config.get("lora_bias") or config.get("bias") not in (None, "none"):
+        yield "an adapter with biases", "bias none, lora_bias false"
