@@ -12,8 +12,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PYTHONDONTWRITEBYTECODE := 1
 
-# sanity: ansible-test sanity on the committed tree
-.PHONY: sanity help demo demo-clean test slow-test explore real-test lint lab-test lab-quick lab-pytest molecule bench build clean
+.PHONY: help demo demo-clean test slow-test explore real-test sanity units matrix lab-test lab-quick lab-pytest molecule bench build clean
+.PHONY: lint lint-python lint-ansible lint-docs lint-changelog lint-licences lint-galaxy
 
 help:
 	@echo "make demo              a real two-rank llama.cpp replica on this machine's CPU"
@@ -24,7 +24,9 @@ help:
 	@echo "make real-test         real vLLM and SGLang on the CPU, alone and over two hosts (root; installs 6.3 GB; 40 minutes)"
 	@echo "make explore           unit tests with random examples that no run has seen"
 	@echo "make sanity            ansible-test sanity on the committed tree"
-	@echo "make lint              ruff and mypy"
+	@echo "make units             ansible-test units on the committed tree: the unit tests as collections run theirs"
+	@echo "make lint              ruff, mypy, ansible-lint, antsibull-docs, antsibull-changelog, reuse and galaxy-importer; lint-python, lint-ansible ... alone"
+	@echo "make matrix            unit and end-to-end tests on every Python and ansible-core that can be had here (CELLS=\"3.13:2.22 3.9\" for some)"
 	@echo "make lab-test          tests on several real hosts, all molecule scenarios among them (root, Debian packages)"
 	@echo "make lab-quick         the same with three scenarios; SCENARIO=\"upgrade removal\" for others, make molecule for those alone"
 	@echo "make build             the collection as a tarball"
@@ -64,11 +66,47 @@ explore: $(VENV)/.test
 	@$(BIN)/python -m pytest -q tests/unit tests/module -m "not lab" -n 2 --hypothesis-profile=explore
 
 sanity: $(VENV)/.demo
-	@$(BIN)/python tests/sanity/run.py
+	@$(BIN)/python tests/run_ansible_test.py sanity
 
-lint: $(VENV)/.test
+units: $(VENV)/.demo
+	@$(BIN)/python tests/run_ansible_test.py units
+
+matrix:
+	@$(PYTHON) tests/matrix.py $(CELLS)
+
+$(VENV)/.gates: requirements/gates.txt $(VENV)/.test
+	@echo "Installing ansible-lint and others into $(VENV) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/gates.txt
+	@touch $@
+
+# They call each other and ansible by name.
+LINT := PATH="$(CURDIR)/$(BIN):$$PATH" ANSIBLE_CONFIG="$(CURDIR)/ansible.cfg"
+
+lint: lint-python lint-ansible lint-docs lint-changelog lint-licences lint-galaxy
+
+lint-python: $(VENV)/.test
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
+
+lint-ansible: $(VENV)/.gates
+	@$(LINT) ansible-lint --offline -q
+
+lint-docs: $(VENV)/.gates
+	@$(LINT) antsibull-docs lint-collection-docs --plugin-docs --validate-collection-refs all --skip-rstcheck .
+
+lint-changelog: $(VENV)/.gates
+	@$(LINT) antsibull-changelog lint
+
+lint-licences: $(VENV)/.gates
+	@$(LINT) reuse lint --lines
+
+# What the index of collections does with a tarball; ansible-lint has run on the tree already.
+lint-galaxy: $(VENV)/.gates
+	@rm -rf .cache/galaxy && mkdir -p .cache/galaxy
+	@$(LINT) ansible-galaxy collection build --force --output-path .cache/galaxy > .cache/galaxy/build.log
+	@cd .cache/galaxy && $(LINT) GALAXY_IMPORTER_RUN_ANSIBLE_LINT=False GALAXY_IMPORTER_CHECK_REQUIRED_TAGS=True python -m galaxy_importer.main *.tar.gz \
+	    > import.log 2>&1 || { cat import.log; exit 1; }
+	@tail -n 1 .cache/galaxy/import.log
 
 $(VENV)/.lab: requirements/lab.txt $(VENV)/.test
 	@echo "Installing molecule into $(VENV) ..."

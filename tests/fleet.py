@@ -91,7 +91,7 @@ class Fleet:
         for host in self.hosts.values():
             entries[host.name] = {
                 "ansible_connection": "local",
-                "ansible_python_interpreter": sys.executable,
+                "ansible_python_interpreter": os.environ.get("RANKZERO_HOST_PYTHON", sys.executable),
                 "replica_root": str(self.root(host.name)),
                 "replica_address": host.address,
                 "replica_become": False,

@@ -90,6 +90,7 @@ class ActionModule(ActionBase):
             hosts=hosts,
             ended_owners=tuple(self._ended(hosts, str(replica), task_vars, arguments["recorded"])),
             absent_hosts=self._absent(arguments, task_vars),
+            sliced_job=run_identity.sliced_job(task_vars),
             options=hostvars.plain(arguments["options"]),
             key_digest=secrets.digest(key, str(replica)) if key else None,
             program_hashes=self._hashes(arguments),

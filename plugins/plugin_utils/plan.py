@@ -67,6 +67,7 @@ class Request:
     profiles: t.Any = None
     hosts: tuple[HostInput, ...] = ()
     absent_hosts: tuple[str, ...] = ()  # members of the group that --limit or a failure took out of the play
+    sliced_job: str | None = None  # the sliced AWX job that this run is a part of: its inventory lacks hosts, and nothing else tells
     options: t.Mapping[str, t.Any] = dataclasses.field(default_factory=dict)  # fabric, fabrics, leader, http_port, http_host, leader_port, ...
     key_digest: str | None = None
     program_hashes: t.Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -206,6 +207,13 @@ def _check_hosts(request: Request, findings: Findings) -> dict[str, dict[str, t.
             "without %s" % ", ".join(sorted(request.absent_hosts)),
             "all hosts of the replica's group",
             "A replica is planned as a whole: run without --limit, and outside of sliced jobs.",
+        )
+    if request.sliced_job:
+        findings.fault(
+            "hosts",
+            "this is one slice of the job %s, and sees a part of the inventory only" % request.sliced_job,
+            "all hosts of the replica's group",
+            "Set job_slice_count of the job template to 1.",
         )
     for host in request.hosts:
         problem = host_facts.problem(host.facts)

@@ -51,6 +51,15 @@ def who(variables: t.Mapping[str, t.Any]) -> str:
     return "%s@%s" % (user, socket.gethostname())
 
 
+def sliced_job(variables: t.Mapping[str, t.Any]) -> str | None:
+    """The job template of AWX of which this run is one slice. AWX runs slices as a workflow that has the template's own name, and says nothing else."""
+    for prefix in ("awx", "tower"):
+        name = variables.get(prefix + "_workflow_job_name")
+        if name and name == variables.get(prefix + "_job_template_name"):
+            return str(name)
+    return None
+
+
 def has_ended(lock: Lock) -> bool:
     """True where the run that holds a lock ran on this very controller and its process is gone. Of another controller's runs nothing is known."""
     seen = lock.get("controller")

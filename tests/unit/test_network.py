@@ -88,7 +88,7 @@ print(json.dumps([network.from_kernel(), network.from_ip_json(state), network.re
 """
     import sys
 
-    collections = str(pathlib.Path(__file__).parent.parent.parent / ".collections")
+    collections = str(pathlib.Path(network.__file__).parents[5])
     done = subprocess.run(["unshare", "-n", "sh", "-c", script, "sh", sys.executable, "-c", program, collections], capture_output=True, text=True, check=False)
     if done.returncode == 77 or "Operation not permitted" in done.stderr and done.returncode:
         pytest.skip("no network namespaces here: " + done.stderr[-200:])

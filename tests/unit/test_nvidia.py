@@ -26,7 +26,7 @@ import yaml
 from ansible_collections.rankzero.inference.plugins.module_utils import nvidia
 
 TESTS = pathlib.Path(__file__).resolve().parent.parent
-COLLECTIONS = TESTS.parent / ".collections"
+COLLECTIONS = pathlib.Path(nvidia.__file__).parents[5]
 FIXTURES = TESTS / "fixtures" / "hardware"
 EXAMPLES = TESTS / "fake_nvml" / "examples"
 MIB = 1 << 20

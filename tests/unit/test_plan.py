@@ -96,6 +96,11 @@ def test_a_limit_that_cuts_the_replica_and_everything_else_that_is_wrong_come_to
     assert found == [(None, "hosts"), (None, "replica_http_port"), (None, "replica_profile.typo"), ("n1", "gpus"), ("n2", "model_path"), ("n2", "ports_in_use")]
 
 
+def test_a_slice_of_a_job_is_refused() -> None:
+    """Its inventory lacks the other hosts, so a replica of one node would come up once in each slice."""
+    assert faults(sliced_job="Inference - deploy") == [(None, "hosts")]
+
+
 @pytest.mark.parametrize("bad", [None, {}, "", "x", [], 5, {"schema": 2}, {"schema": "1"}, {"schema": True}, {"gpus": []}])
 def test_hosts_without_facts_are_named_and_the_others_still_judged(bad: Any) -> None:
     assert faults({"n1": bad, "n2": changed(node(2), "models./models/glm.exists", False)}) == [("n1", "inference_node"), ("n2", "model_path")]

@@ -129,7 +129,7 @@ class TestRealProcesses:
         with child(sleeping("pids = [os.getpid()]"), "--api-key", "sk-secret") as started:
             (pid,) = ready(started)
             seen = processes.describe(pid)
-            assert seen["command"] == f"{sys.executable} -c"
+            assert seen["command"] == f"{sys.executable} -c"[:120]
             assert (seen["pid"], seen["user"]) == (pid, pwd.getpwuid(os.getuid()).pw_name)
             assert seen["name"].startswith("python")
             assert before - 2 < seen["started_at"] < time.time() + 2

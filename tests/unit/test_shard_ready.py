@@ -216,7 +216,7 @@ class Site:
         environ = {
             "PATH": os.environ["PATH"],
             "HOME": str(home),
-            "ANSIBLE_COLLECTIONS_PATH": str(ROOT / ".collections"),
+            "ANSIBLE_COLLECTIONS_PATH": str(pathlib.Path(observation.__file__).parents[5]),
             "ANSIBLE_NOCOLOR": "1",
             "ANSIBLE_INVENTORY_ENABLED": "yaml",
             "ANSIBLE_PIPELINING": "1",

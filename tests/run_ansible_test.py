@@ -1,7 +1,10 @@
 # Copyright (c) 2026 The rankzero.inference authors
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""Run ansible-test sanity on the committed tree, from a checkout at any path and with a package index as the only network.
+"""Run ansible-test on the committed tree, from a checkout at any path and with a package index as the only network.
+
+    tests/run_ansible_test.py sanity [ARGUMENT...]      make sanity
+    tests/run_ansible_test.py units [ARGUMENT...]       make units
 
 ansible-test wants the tree at .../ansible_collections/NAMESPACE/NAME and in git, and prepares its environments with a pip bootstrap that it downloads from a
 host that is no package index. So the committed tree is laid out in a temporary directory, and a stand-in for the bootstrap is put where ansible-test keeps the
@@ -18,7 +21,7 @@ import tempfile
 
 import ansible_test
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+ROOT = pathlib.Path(__file__).resolve().parent.parent
 CACHE = pathlib.Path.home() / ".ansible/test/cache"
 BOOTSTRAP = """import subprocess, sys
 # ensurepip in a process of its own: it switches pip's configuration off in its environment.
@@ -43,19 +46,22 @@ def lay_tree(directory: pathlib.Path) -> pathlib.Path:
     tree.mkdir(parents=True)
     archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout
     subprocess.run(["tar", "-x", "--exclude=.collections", "-C", str(tree)], input=archive, check=True)
-    identity = ["-c", "user.name=sanity", "-c", "user.email=sanity@example.invalid"]
+    identity = ["-c", "user.name=ansible-test", "-c", "user.email=ansible-test@example.invalid"]
     for words in (["init", "-q"], ["add", "-A"], [*identity, "commit", "-q", "-m", "the tree"]):
         subprocess.run(["git", *words], cwd=tree, check=True)
     return tree
 
 
 def main() -> int:
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
+    what, arguments = sys.argv[1], sys.argv[2:]
     lay_bootstrap()
-    with tempfile.TemporaryDirectory(prefix="rankzero-sanity-") as directory:
+    with tempfile.TemporaryDirectory(prefix="rankzero-ansible-test-") as directory:
         tree = lay_tree(pathlib.Path(directory))
         program = pathlib.Path(sys.executable).parent / "ansible-test"
         version = "{}.{}".format(*sys.version_info[:2])
-        return subprocess.run([str(program), "sanity", "--venv", "--python", version, "--color", "no", *sys.argv[1:]], cwd=tree, check=False).returncode
+        return subprocess.run([str(program), what, "--venv", "--python", version, "--color", "no", *arguments], cwd=tree, check=False).returncode
 
 
 if __name__ == "__main__":
