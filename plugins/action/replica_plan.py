@@ -20,6 +20,7 @@ from ansible_collections.rankzero.inference.plugins.plugin_utils import (
     convergence,
     engines,
     hostvars,
+    picture,
     render,
     run_identity,
     secrets,
@@ -53,6 +54,7 @@ ARGUMENTS: dict[str, t.Any] = {
     "options": {"type": "dict", "default": {}},
     "recorded": {"type": "bool", "default": False},
     "plan_file": {"type": "str"},
+    "picture": {"type": "str"},
     "show": {"type": "bool", "default": True},
 }
 
@@ -65,17 +67,20 @@ class ActionModule(ActionBase):
     def run(self, tmp: t.Any = None, task_vars: t.Any = None) -> dict[str, t.Any]:
         super().run(tmp, task_vars)
         _result, arguments = self.validate_argument_spec(argument_spec=ARGUMENTS)
-        plan = self._plan(arguments, task_vars)
+        plan, facts = self._plan(arguments, task_vars)
         if hostvars.text(arguments["plan_file"]):
-            self._write(str(arguments["plan_file"]), plan)
+            self._write("plan_file", str(arguments["plan_file"]), json.dumps(plan, indent=2, sort_keys=True) + "\n")
+        if hostvars.text(arguments["picture"]):
+            self._write("picture", str(arguments["picture"]), picture.svg(plan, facts))
         if arguments["show"]:
             display.display(plan_text({**plan, "faults": []}) if plan["faults"] else plan_text(plan))
         if plan["faults"]:
             faults = [Fault(**fault) for fault in plan["faults"]]
             return {"failed": True, "faults": plan["faults"], "msg": report(faults, "The plan is refused, and nothing was changed. Faults")}
-        return {"changed": False, "plan": plan, "planned_at": time.time()}
+        return {"changed": False, "plan": plan, "converged": convergence.is_converged(plan, facts), "planned_at": time.time()}
 
-    def _plan(self, arguments: dict[str, t.Any], task_vars: t.Any) -> dict[str, t.Any]:
+    def _plan(self, arguments: dict[str, t.Any], task_vars: t.Any) -> tuple[dict[str, t.Any], dict[str, t.Any]]:
+        """The plan, and host -> the facts that it was made from."""
         findings = Findings()
         replica = hostvars.plain(arguments["replica"])
         path = hostvars.text(arguments["api_key_file"])
@@ -101,7 +106,7 @@ class ActionModule(ActionBase):
         self._warn_about_forks(plan, task_vars)
         self._compare(plan, request)
         plan["way_back"] = way_back.choose(str(replica), {host.name: host.facts for host in hosts})
-        return plan
+        return plan, {host.name: host.facts for host in request.hosts}
 
     def _key_in(self, path: str, findings: Findings) -> str | None:
         """The key in a file on the controller, as the file lookup finds and reads it: plain or vaulted."""
@@ -188,16 +193,17 @@ class ActionModule(ActionBase):
                 ).as_dict()
             )
 
-    def _write(self, path: str, plan: dict[str, t.Any]) -> None:
-        """The plan as JSON on the controller, also when it was refused, also in check mode: it is the output that was asked for."""
+    @staticmethod
+    def _write(option: str, path: str, text: str) -> None:
+        """The plan on the controller, also when it was refused, also in check mode: it is the output that was asked for."""
         target = pathlib.Path(os.path.abspath(os.path.expanduser(path)))  # relative to where ansible-playbook was started, as any command's output
         try:
             unfinished = target.with_name(target.name + ".new")
-            unfinished.write_text(json.dumps(plan, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+            unfinished.write_text(text, encoding="utf-8")
             unfinished.replace(target)
-            display.display("The plan was written to %s" % target)
+            display.display("The %s was written to %s" % ("plan" if option == "plan_file" else "picture of the plan", target))
         except OSError as error:
-            raise AnsibleActionFail("plan_file %s cannot be written: %s" % (target, error.strerror or error)) from error
+            raise AnsibleActionFail("%s %s cannot be written: %s" % (option, target, error.strerror or error)) from error
 
 
 def _program_files(arguments: dict[str, t.Any]) -> t.Sequence[str]:

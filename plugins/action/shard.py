@@ -128,7 +128,7 @@ class ActionModule(ActionBase):
         return result
 
     def _absent(self, reasons: list[str] | None = None) -> dict[str, t.Any]:
-        if self._facts and not self._is_left():
+        if self._facts and not convergence.is_left(str(self._arguments["replica"]), self._facts):
             return self._nothing()
         return {**self._call(state="absent", supervisord=self._supervisord()), "reasons": reasons or []}
 
@@ -168,16 +168,6 @@ class ActionModule(ActionBase):
         locks = self._facts.get("locks")
         lock = locks.get(self._arguments["replica"]) if isinstance(locks, t.Mapping) else None
         return hostvars.plain(lock) if isinstance(lock, t.Mapping) else None
-
-    def _is_left(self) -> bool:
-        """Whether the facts saw anything of the replica on the host: its records, or what is left where those are gone; or a user without a replica."""
-        left = self._facts.get("traces")
-        if self._lock() is not None:
-            return True  # of a run that died before it wrote anything else
-        if self._record or not isinstance(left, t.Mapping):
-            return bool(self._record)
-        replicas = left.get("replicas") or {}
-        return self._arguments["replica"] in replicas or (bool(left.get("made_users")) and not replicas)
 
     @staticmethod
     def _nothing() -> dict[str, t.Any]:

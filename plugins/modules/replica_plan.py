@@ -56,6 +56,12 @@ options:
   plan_file:
     description: File on the controller to which the plan is written as JSON, also when it is refused, also in check mode.
     type: str
+  picture:
+    description:
+      - File on the controller to which a picture of the plan is written as SVG, also when it is refused, also in check mode.
+      - It shows every host with its GPUs and HCAs, what each rank is given, who holds the rest, the fabric, and the faults where they are. Up to 16 hosts
+        are cards that say everything; more are tiles with the details in tooltips.
+    type: str
   show:
     description: Print the plan as a table. With V(false) nothing is printed, also when the plan is refused.
     type: bool
@@ -98,6 +104,12 @@ faults:
   type: list
   elements: dict
   sample: [{host: gpu-b, rank: 1, field: gpus, seen: "6 free of 8", wanted: 8 GPUs of class H100, hint: Free the GPUs}]
+converged:
+  description:
+    - Whether every rank runs as planned and is proven, and no other host has anything of the replica. A deploy has nothing to do then.
+  returned: success
+  type: bool
+  sample: false
 plan:
   description: The plan.
   returned: success

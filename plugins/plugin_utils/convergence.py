@@ -44,6 +44,28 @@ def reasons(record: t.Mapping[str, t.Any] | None, shard: t.Mapping[str, t.Any], 
     return found
 
 
+def is_left(replica: str, facts: t.Mapping[str, t.Any]) -> bool:
+    """Whether the facts saw anything of a replica on a host: its records, or what is left where those are gone; or a user without a replica."""
+    if _mapping(facts.get("locks")).get(replica) is not None:
+        return True  # of a run that died before it wrote anything else
+    if _mapping(facts.get("shards")).get(replica):
+        return True
+    left = _mapping(facts.get("traces"))
+    replicas = _mapping(left.get("replicas"))
+    return replica in replicas or (bool(left.get("made_users")) and not replicas)
+
+
+def is_converged(plan: t.Mapping[str, t.Any], facts: t.Mapping[str, t.Any]) -> bool:
+    """True where no host has anything to do: every rank is as planned and proven, no other host has anything of the replica, no dead run's lock is left.
+
+    C(facts): host -> node facts of all hosts of the request.
+    """
+    if not plan["shards"] or any(shard["converge"]["reasons"] for shard in plan["shards"].values()):
+        return False
+    locked = any(_mapping(_mapping(found).get("locks")).get(plan["replica"]) is not None for found in facts.values())
+    return not locked and not any(is_left(plan["replica"], _mapping(found)) for host, found in facts.items() if host not in plan["shards"])
+
+
 def _mapping(value: t.Any) -> t.Mapping[str, t.Any]:
     """Records may come from an inventory that a person wrote: another type counts as nothing known."""
     return value if isinstance(value, t.Mapping) else {}

@@ -32,7 +32,7 @@ def _cell(value: t.Any) -> str:
 def plan_text(plan: Plan) -> str:
     """The whole plan: a heading, one row for each rank, hosts that were not chosen, warnings, faults."""
     profile = plan.get("profile") or {}
-    lines = ["Plan for replica %s: %s" % (plan.get("replica") or "(unnamed)", _shape(profile))]
+    lines = ["Plan for replica %s: %s" % (plan.get("replica") or "(unnamed)", shape(profile))]
     if plan["shards"]:
         lines += ["", _ranks(plan), ""]
         lines.append("  endpoint   %s (rank 0, %s)" % (plan["leader"]["url"], plan["leader"]["host"]))
@@ -62,7 +62,7 @@ def _ports(plan: Plan) -> str:
     return "the ranks meet on %d to %d, one for each run in turn%s" % (runs[0], runs[-1], "; tie on %d" % tie["port"] if tie else "")
 
 
-def _shape(profile: Plan) -> str:
+def shape(profile: Plan) -> str:
     if not profile:
         return "no usable profile"
     size = "TP %s x PP %s over %s node(s), %s GPU(s) each" % (profile["tp"], profile["pp"], profile["nodes"], profile["gpus_per_node"])
