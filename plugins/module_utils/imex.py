@@ -15,7 +15,10 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from ansible_collections.rankzero.inference.plugins.module_utils import small_files
+
 CONTROL = "nvidia-imex-ctl"
+_SECONDS = 20  # the daemon asks the others, and waits for those that are gone
 RunCommand = Callable[..., "tuple[int, str, str]"]
 _BINARIES = ("usr/bin", "usr/sbin", "usr/local/bin", "opt/nvidia/bin")
 _CHANNELS = "dev/nvidia-caps-imex-channels"
@@ -61,7 +64,7 @@ def parse_domain(text: str) -> dict[str, Any]:
     """
     try:
         answer = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from error
     status = answer.get("status") if isinstance(answer, dict) else None
     members = answer.get("nodes") if isinstance(answer, dict) else None
@@ -76,7 +79,7 @@ def parse_domain(text: str) -> dict[str, Any]:
 
 def channels(root: str, proc_root: str, errors: dict[str, str]) -> list[int]:
     """The channel devices. They are not made again at boot unless the driver is told to (NVreg_CreateImexChannel0=1)."""
-    numbers = sorted(int(name[7:]) for name in _names(os.path.join(root, _CHANNELS)) if re.fullmatch(r"channel\d+", name))
+    numbers = sorted(int(name[7:]) for name in _names(os.path.join(root, _CHANNELS)) if re.fullmatch("channel[0-9]{1,9}", name))
     if not numbers:
         major = re.search(r"^\s*(\d+) nvidia-caps-imex-channels$", _text(proc_root, "devices"), re.MULTILINE)
         errors["channels"] = (
@@ -108,9 +111,11 @@ def _service(root: str, proc_root: str, control: str | None) -> str:
 
 def _ask(run_command: RunCommand, control: str, errors: dict[str, str]) -> dict[str, Any] | None:
     try:
-        code, out, err = run_command([control, "-N", "-j"])
+        code, out, err = run_command(["timeout", str(_SECONDS), control, "-N", "-j"])
         if code == 0:
             return parse_domain(out)
+        if code == 124:
+            raise ValueError(f"no answer within {_SECONDS} seconds")
         errors["domain"] = f"{CONTROL} -N -j ended with {code}: {_clean(err or out)[:200]}"
     except (OSError, ValueError) as error:
         errors["domain"] = f"{CONTROL} -N -j: {_clean(error)[:200]}"
@@ -132,7 +137,7 @@ def _node(value: Any) -> dict[str, Any]:
 
 
 def _number(key: str) -> tuple[int, str]:
-    return (int(key), "") if key.isdecimal() else (1 << 31, key)
+    return (int(key), "") if re.fullmatch("[0-9]{1,9}", key) else (1 << 31, key)
 
 
 def _find(root: str, name: str) -> str | None:
@@ -148,11 +153,7 @@ def _names(folder: str) -> list[str]:
 
 
 def _text(*parts: str) -> str:
-    try:
-        with open(os.path.join(*parts), encoding="utf-8", errors="replace") as stream:
-            return stream.read()
-    except OSError:
-        return ""
+    return (small_files.read_bytes(os.path.join(*parts))[0] or b"").decode("utf-8", "replace")
 
 
 def _clean(value: Any) -> str:

@@ -28,8 +28,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from ansible_collections.rankzero.inference.plugins.module_utils import processes as process_facts
+from ansible_collections.rankzero.inference.plugins.module_utils import small_files, sysfs
 
 MIB = 1 << 20
+_MOST_BYTES = 4 * 1024 * 1024  # /proc/self/maps
 _ALL_INDICES = 64  # how far to look when NVML does not say how many GPUs there are
 _LIST_RETRIES = 4  # a process list can outgrow its buffer between two calls (nvml.h)
 _MEMORY_V2 = 0x02000028
@@ -177,8 +179,7 @@ def pci_gpus(sysfs_root: str) -> list[PciGpu]:
         address, path = parse_address(name), os.path.join(folder, name)
         is_gpu = _line(path, "vendor") == "0x10de" and _line(path, "class")[:6] in ("0x0302", "0x0300")
         if address and is_gpu and not os.path.lexists(os.path.join(path, "physfn")):
-            driver = os.path.join(path, "driver")
-            gpus.append(PciGpu(address, os.path.basename(os.readlink(driver)) if os.path.islink(driver) else None))
+            gpus.append(PciGpu(address, sysfs.link_name(os.path.join(path, "driver"))))
     return sorted(gpus, key=lambda gpu: _order(gpu.address))
 
 
@@ -577,7 +578,7 @@ def _memory(answers: Answers, handle: Any, capability: str | None, host_mib: int
 
 
 def _host_memory(proc_root: str) -> int | None:
-    found = re.search(rb"^MemTotal:\s+(\d+) kB", _bytes(proc_root, "meminfo"), re.MULTILINE)
+    found = re.search(rb"^MemTotal:\s+([0-9]{1,18}) kB", _bytes(proc_root, "meminfo"), re.MULTILINE)
     return int(found.group(1)) // 1024 if found else None
 
 
@@ -795,7 +796,7 @@ def _with_numa(gpus: list[dict[str, Any]], sysfs_root: str) -> list[dict[str, An
     """Fill numa_node from sysfs. -1 is what virtual machines say: no information, and not "the same node" as another -1."""
     for fact in gpus:
         text = _line(sysfs_root, "bus", "pci", "devices", fact["pci_bdf"], "numa_node") if fact["pci_bdf"] else ""
-        if text.isdigit():
+        if re.fullmatch("[0-9]{1,9}", text):
             fact["numa_node"] = int(text)
         else:
             fact["errors"]["numa_node"] = "sysfs says -1: unknown" if text == "-1" else "not in sysfs"
@@ -884,11 +885,7 @@ def _names(folder: str) -> list[str]:
 
 
 def _bytes(*parts: str) -> bytes:
-    try:
-        with open(os.path.join(*parts), "rb") as stream:
-            return stream.read()
-    except OSError:
-        return b""
+    return small_files.read_bytes(os.path.join(*parts), _MOST_BYTES)[0] or b""
 
 
 def _line(*parts: str) -> str:

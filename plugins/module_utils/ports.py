@@ -11,9 +11,10 @@ import socket
 from collections.abc import Iterable
 from typing import Any
 
-from ansible_collections.rankzero.inference.plugins.module_utils import processes
+from ansible_collections.rankzero.inference.plugins.module_utils import processes, small_files
 
 Facts = dict[str, Any]
+MOST_BYTES = 64 * 1024 * 1024  # of a table of connections
 
 
 def read(
@@ -91,11 +92,8 @@ def in_time_wait(port: int, net: str) -> bool:
     """Whether a finished connection still has the local port (state 06 in /proc/net/tcp)."""
     wanted = "%04X" % port
     for name in ("tcp", "tcp6"):
-        try:
-            with open(os.path.join(net, name), encoding="ascii", errors="replace") as stream:
-                for words in map(str.split, stream):
-                    if len(words) > 3 and words[3] == "06" and words[1].endswith(":" + wanted):
-                        return True
-        except OSError:
-            continue
+        content = small_files.read_bytes(os.path.join(net, name), MOST_BYTES)[0] or b""
+        for words in map(str.split, content.decode("ascii", "replace").splitlines()):
+            if len(words) > 3 and words[3] == "06" and words[1].endswith(":" + wanted):
+                return True
     return False

@@ -28,9 +28,12 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+from ansible_collections.rankzero.inference.plugins.module_utils import small_files
+
 MARKER = b"RANKZERO_SHARD="
 _UNIT = re.compile(r"(?:^|/)inference-([^/]+)\.service(?=/|$)", re.MULTILINE)
 _COMMAND_LENGTH = 120
+_MOST_BYTES = 64 * 1024 * 1024  # net/tcp of a host with half a million connections
 _DEPTH = 64  # no chain of parents is longer; a tree in a test may hold a loop
 _TCP_LISTEN = 0x0A
 _TCP_HOLDS_NO_PORT = (0x06, 0x07)  # TIME_WAIT and CLOSE: no process has it any more
@@ -57,7 +60,7 @@ class ProcessTable:
     def pids(self) -> list[int]:
         """All process ids, ascending."""
         if self._pids is None:
-            self._pids = sorted(int(name) for name in _names(self.proc_root) if name.isdigit())
+            self._pids = sorted(int(name) for name in _names(self.proc_root) if name.isascii() and name.isdigit())
         return self._pids
 
     def stat(self, pid: int) -> tuple[int, int, int] | None:
@@ -243,7 +246,7 @@ def _socket_inode(path: str) -> int:
         target = os.readlink(path)
     except OSError:
         return -1
-    return int(target[8:-1]) if target.startswith("socket:[") and target[8:-1].isdigit() else -1
+    return int(target[8:-1]) if target.startswith("socket:[") and target[8:-1].isdecimal() else -1
 
 
 def _names(folder: str) -> list[str]:
@@ -254,11 +257,8 @@ def _names(folder: str) -> list[str]:
 
 
 def _bytes(*parts: str) -> bytes:
-    try:
-        with open("/".join(parts), "rb", buffering=0) as stream:
-            return stream.read()
-    except OSError:  # ESRCH too: the process ended between open and read
-        return b""
+    # None for ESRCH too: the process ended between open and read.
+    return small_files.read_bytes("/".join(parts), _MOST_BYTES)[0] or b""
 
 
 def _text(*parts: str) -> str:
@@ -288,17 +288,17 @@ def _parse_marker(environ: bytes) -> Shard | None:
 
 
 def _user(status: str) -> str | None:
-    found = re.search(r"^Uid:\s+(\d+)", status, re.MULTILINE)
+    found = re.search(r"^Uid:\s+([0-9]{1,10})\b", status, re.MULTILINE)
     if not found:
         return None
     try:
         return pwd.getpwuid(int(found.group(1))).pw_name
-    except KeyError:  # a container's user has no name on the host
+    except (KeyError, OverflowError):  # a container's user has no name on the host
         return found.group(1)
 
 
 def _started_at(ticks: int, system_stat: str) -> float | None:
-    found = re.search(r"^btime (\d+)", system_stat, re.MULTILINE)
+    found = re.search(r"^btime ([0-9]{1,12})\b", system_stat, re.MULTILINE)
     return round(int(found.group(1)) + ticks / os.sysconf("SC_CLK_TCK"), 2) if found else None
 
 

@@ -32,7 +32,7 @@ def read_bytes(path: str, limit: int = MAX_BYTES) -> tuple[bytes | None, str | N
     try:
         chunks = []
         while limit > 0:
-            chunk = os.read(descriptor, limit)
+            chunk = os.read(descriptor, min(limit, MAX_BYTES))
             if not chunk:
                 break
             chunks.append(chunk)

@@ -138,8 +138,7 @@ def users_file(config_root: str) -> str:
 def made_users(config_root: str) -> list[str]:
     """Users that this collection made on the host, as it wrote down."""
     try:
-        with open(users_file(config_root), encoding="utf-8") as stream:
-            names = json.load(stream)
-    except (OSError, ValueError):
+        names = json.loads((small_files.read_bytes(users_file(config_root))[0] or b"").decode("utf-8"))
+    except (ValueError, RecursionError):
         return []
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
