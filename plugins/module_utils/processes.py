@@ -282,7 +282,8 @@ def _parse_marker(environ: bytes) -> Shard | None:
     for entry in environ.split(b"\0") if MARKER in environ else ():
         if entry.startswith(MARKER):
             parts = entry[len(MARKER) :].decode("utf-8", "replace").split("/", 2)
-            if len(parts) == 3 and parts[0] and parts[1].isdecimal():
+            # Anybody can write what he likes here, and int() raises for 5000 digits.
+            if len(parts) == 3 and parts[0] and re.fullmatch("[0-9]{1,6}", parts[1]):
                 return Shard(parts[0], int(parts[1]), parts[2])
     return None
 

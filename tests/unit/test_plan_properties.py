@@ -66,7 +66,29 @@ def llama_profile(**more: Any) -> dict[str, Any]:
     )
 
 
+def rack(number: int) -> dict[str, Any]:
+    """A tray of an NVLink rack, with all that an IMEX daemon, a topology and an nccl.conf add to facts."""
+    nodes = [{"host": f"10.0.0.{other}", "name": None, "status": "ready", "version": "580.95.05", "unconnected": []} for other in (1, 2)]
+    domain = {"kind": "nvlink", "id": "11111111-2222-4333-8444-555555555555", "clique": 2, "state": "completed", "health": "healthy"}
+    found = facts.node(number, gpus=2, hcas=2, hostname_resolves_to=["127.0.1.1"])
+    found["gpus"] = [
+        facts.gpu(number, index, interconnect_domain=domain, health={"state": "warning", "reasons": ["ECC will be off"]}, compute_mode="exclusive_process")
+        for index in (0, 1)
+    ]
+    found["gpus"][0]["memory"] = {"model": "coherent", "total_mib": 81559, "used_mib": 3000, "reserved_mib": 551, "unattributed_mib": 3000}
+    found["topology"]["gpu_hca"] = {gpu["uuid"]: {"mlx5_0": "PIX", "mlx5_1": "SYS"} for gpu in found["gpus"]}
+    found["limits"]["imex"] = {"service": "running", "channels": [0], "nodes": ["10.0.0.1", "10.0.0.2"], "domain": {"status": "up", "ready": True, "nodes": nodes}}
+    found["limits"]["nccl_conf"] = {"/etc/nccl.conf": {"NCCL_IB_TIMEOUT": "22"}}
+    found["interfaces"].append({"name": "eno9", "kind": "physical", "up": True, "carrier": True, "addresses": [f"10.0.0.{number + 50}/24"], "master": None})
+    return found
+
+
 STARTS = [
+    facts.request(
+        {f"n{number}": rack(number) for number in (1, 2)},
+        facts.profile(tp=2, gpus_per_node=2),
+        {"replica_fabric": "nvl:11111111-2222-4333-8444-555555555555/2,roce:10.21.0.0/16"},
+    ),
     facts.request(
         {f"n{number}": facts.node(number, gpus=2, hcas=2) for number in (1, 2)},
         facts.profile(tp=2, gpus_per_node=2, args=["--max-model-len", "1k"], env={"A": "b"}, quantization="fp8"),
@@ -177,6 +199,7 @@ def test_a_mangled_request_gives_a_plan_or_faults(request_: Request, random: Any
     faults = [Fault(**fault) for fault in plan["faults"]]
     assert faults == sorted(faults, key=Fault.sort_key) and len(set(faults)) == len(faults)
     assert all(fault.seen and fault.wanted and fault.seen.isprintable() for fault in faults)
+    assert all(fault.host for fault in faults if fault.field.startswith("inference_node")), "what is wrong with facts is said of a host"
     if faults:
         assert plan["shards"] == {} and plan["leader"] is None and plan["fingerprint"] is None
     else:
