@@ -20,6 +20,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Sequence
@@ -29,6 +30,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 ENGINES = ROOT / ".engines"
 REAL = ROOT / "tests" / "real"
 TORCH = "torch==2.13.0+cpu"
+# Code that torch compiles would need a C++ compiler on the host, and a minute.
+VLLM_ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1"}
 SPARE = 1.5  # GB for what is removed again at the end
 # Beside a torch for CPUs these do not load, and text needs none of them.
 MEDIA = ("torchaudio", "torchvision", "torchcodec")
@@ -117,7 +120,9 @@ def _finish_vllm(made: Environment) -> None:
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
     (metadata / "RECORD").touch()
-    made.pip("install", "--quiet", "--no-deps", "--no-build-isolation", str(REAL / "vllm_cpu_ray"))
+    with tempfile.TemporaryDirectory() as folder:  # setuptools builds beside its sources
+        sources = shutil.copytree(REAL / "vllm_cpu_ray", pathlib.Path(folder) / "vllm_cpu_ray")
+        made.pip("install", "--quiet", "--no-deps", "--no-build-isolation", str(sources))
     made.pip("uninstall", "--quiet", "--yes", "triton")  # 0.6 GB that vLLM does not use on CPUs
 
 

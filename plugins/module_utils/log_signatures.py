@@ -27,7 +27,10 @@ MASK = "********"
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
 _CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff]+")
 _OWN_ERROR = re.compile(r"(?<![\w.])(?:\w+\.)*[A-Z]\w*(?:Error|Exception)(?:\(\w+\))?: *\S")
-_OURS = re.compile(r"(?:^|\W)run_shard: (?:launch|tie|waiting|\S+ rank \d+ of)")  # the supervisor's own normal lines
+_HEALTHY = re.compile(
+    r"(?:^|\W)run_shard: (?:launch|tie|waiting|\S+ rank \d+ of)|"  # the supervisor's own normal lines
+    r"WARNING .*Found ulimit of \d+ and failed to automatically increase"  # vLLM at each start; it names the error that a low limit can lead to
+)
 _NOT_THE_CAUSE = re.compile(
     r"EngineDeadError|ActorHandleNotFoundError|ActorDiedError|RayTaskError|BrokenPipeError|ConnectionResetError|EOFError|"
     r"Engine core initialization failed|EngineCore failed to start|KeyboardInterrupt|CancelledError"
@@ -283,6 +286,11 @@ SIGNATURES: tuple[Signature, ...] = GPU_SIGNATURES + (
         "Check the build with ldd as the service's user; declare LD_LIBRARY_PATH with the engine build.",
     ),
     _signature(
+        r"No working C\+\+ compiler found|Failed to find C compiler|Python\.h: No such file",  # torch/_inductor/cpp_builder.py, triton/runtime/build.py
+        "The engine compiles code while it runs, and the host has no compiler, or not the headers of the build's Python.",
+        "Install a C and a C++ compiler and the headers on every host of the replica; on Debian and Ubuntu build-essential and python3-dev.",
+    ),
+    _signature(
         r"ModuleNotFoundError: No module named|PackageNotFoundError",
         "The engine's Python environment lacks a package.",
         "Install it into that environment, or register a complete build.",
@@ -336,7 +344,11 @@ SIGNATURES: tuple[Signature, ...] = GPU_SIGNATURES + (
         "Free host memory or lower what the engine pins (swap space, CPU offload).",
     ),
     _signature(r"No space left on device", "A file system of the host is full.", "df -h names it; caches of the service are in its working directory."),
-    _signature(r"Too many open files", "The service may not open enough files.", "LimitNOFILE of the unit must be at least 65536."),
+    _signature(
+        r"Too many open files",
+        "The service may not open enough files.",
+        "LimitNOFILE of the unit must be at least 65536.",
+    ),
     _signature(
         r"Read-only file system",
         "The engine writes to a path that is read-only for the service.",
@@ -435,7 +447,7 @@ def first_telling(lines: Sequence[str], signatures: Sequence[Signature] = SIGNAT
     In this order: the first line with a strong signature; the first with a weak one; with `own_errors` the first line on which
     a program names an error of its own (`ValueError: …`) with cause and hint null, as nobody here knows what it means.
     """
-    lines = [line for line in lines if not _OURS.search(line)]
+    lines = [line for line in lines if not _HEALTHY.search(line)]
     for weak in (False, True):
         for line in lines:
             found = _match(line, signatures, weak)
@@ -455,6 +467,8 @@ def telling(lines: Sequence[str], most: int = 8) -> list[dict[str, Any]]:
     """
     found: list[dict[str, Any]] = []
     for line in lines:
+        if _HEALTHY.search(line):
+            continue
         signature = _match(line, SIGNATURES, False) or _match(line, SIGNATURES, True)
         if signature is not None:
             kind = "weak" if signature.weak else "consequence" if signature.consequence else "cause"

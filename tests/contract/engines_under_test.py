@@ -293,7 +293,7 @@ REAL_ENGINES = (
         "vllm",
         "vllm",
         _vllm_command,
-        {**_QUIET, "VLLM_API_KEY": KEY, "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+        {**_QUIET, "VLLM_API_KEY": KEY, "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", **cpu_engines.VLLM_ENVIRONMENT},
         missing=_not_installed("vllm"),
         layout="hf",
         seconds=300,

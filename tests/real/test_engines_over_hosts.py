@@ -38,6 +38,7 @@ VLLM = {
     "adapters": [{"name": "tiny-lora", "path": "/models/tiny-lora"}],
     "ready_timeout": 900,
     "args": ["--max-model-len", "256", "--enforce-eager", "--gpu-memory-utilization", cpu_engines.vllm_memory()],
+    "env": cpu_engines.VLLM_ENVIRONMENT,
 }
 SGLANG = {
     "name": "lab",
@@ -54,7 +55,7 @@ SGLANG = {
 }
 CASES = {
     "vllm-mp": VLLM,
-    "vllm-ray": {**VLLM, "distributed": "ray", "env": {"VLLM_CPU_RAY": "1"}},
+    "vllm-ray": {**VLLM, "distributed": "ray", "env": {**cpu_engines.VLLM_ENVIRONMENT, "VLLM_CPU_RAY": "1"}},
     "sglang": SGLANG,
 }
 ASK = """import json, sys, urllib.request

@@ -46,6 +46,10 @@ REAL_LINES = [
     ("llama-server: error while loading shared libraries: libllama-common.so.0: cannot open shared object file: No such file or directory", "shared library"),
     ("importlib.metadata.PackageNotFoundError: No package metadata was found for vllm", "lacks a package"),
     ("error: invalid argument: --no-mmap", "does not accept"),
+    ("OSError: [Errno 24] Too many open files: '/models/glm/model-00001-of-00004.safetensors'", "enough files"),
+    ("torch._inductor.exc.InductorError: InvalidCxxCompiler: No working C++ compiler found in torch._inductor.config.cpp.cxx: (None, 'g++')", "compiler"),
+    ("RuntimeError: Failed to find C compiler. Please specify via CC environment variable or set triton.knobs.build.impl.", "compiler"),
+    ("/tmp/tmpx/main.c:5:10: fatal error: Python.h: No such file or directory", "compiler"),
     ("Illegal instruction (core dumped)", "another CPU"),
     ("llama_model_load: error loading model: tensor 'blk.0.attn_k.weight' data is not within the file bounds, model is corrupted or incomplete", "damaged"),
     ("error: failed to load model, '/models/glm': No such file or directory", "not at the path"),
@@ -57,6 +61,9 @@ REAL_LINES = [
 ]
 
 HEALTHY_LINES = [
+    "(APIServer pid=180) WARNING 11-29 18:24:39 [system_utils.py:255] Found ulimit of 20000 and failed to automatically increase with error current limit "
+    "exceeds maximum limit. This can cause fd limit errors like `OSError: [Errno 24] Too many open files`. Consider increasing with ulimit -n",
+    "(Worker pid=14712) WARNING 11-29 17:42:53 [cpu_worker.py:114] libtcmalloc is not found in LD_PRELOAD. For best performance, set it.",
     "INFO 11-29 10:00:00 [api_server.py:1] Started server process [7]",
     "NCCL INFO NET/IB : No device found.",
     "node:1:1 [0] misc/ibvwrap.cc:63 NCCL WARN Failed to open libibverbs.so[.1]",
@@ -78,6 +85,7 @@ def test_real_lines_are_understood(line: str, part: str) -> None:
 
 def test_healthy_lines_tell_nothing() -> None:
     assert log_signatures.first_telling(HEALTHY_LINES) is None
+    assert log_signatures.telling(HEALTHY_LINES) == []
 
 
 @pytest.mark.parametrize("signature", log_signatures.SIGNATURES, ids=lambda signature: signature.pattern.pattern[:30])
