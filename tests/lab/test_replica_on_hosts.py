@@ -84,7 +84,7 @@ def llama(hosts: Lab, tmp_path_factory: pytest.TempPathFactory) -> Lab:
     return hosts
 
 
-def play(lab: Lab, playbook: str, pattern: str, *options: str, **variables: Any) -> subprocess.CompletedProcess[str]:
+def play(lab: Lab, playbook: str, pattern: str, *options: str, timeout: float = 300, **variables: Any) -> subprocess.CompletedProcess[str]:
     """Run a playbook of the collection from where the hosts can be reached."""
     command = [
         str(pathlib.Path(sys.executable).parent / "ansible-playbook"),
@@ -98,6 +98,7 @@ def play(lab: Lab, playbook: str, pattern: str, *options: str, **variables: Any)
     return lab.run(
         *command,
         check=False,
+        timeout=timeout,
         settings={
             "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"),
             "ANSIBLE_COLLECTIONS_PATH": str(ROOT / ".collections"),

@@ -103,7 +103,7 @@ def runs(lab: Lab) -> set[str]:
 
 
 def deploy(lab: Lab, profile: dict[str, Any], **more: Any) -> Any:
-    return play(lab, "deploy_replica", PATTERN, replica_profile=profile, replica_api_key=KEY, **more)
+    return play(lab, "deploy_replica", PATTERN, replica_profile=profile, replica_api_key=KEY, timeout=1200, **more)
 
 
 @pytest.mark.parametrize("case", list(CASES))
