@@ -98,6 +98,7 @@ def read_shard(
     labels = launch["labels"] if isinstance(launch.get("labels"), dict) else {}
     shard.update({name: text(labels.get(name)) for name in LABELS})
     shard.update({name: whole(launch.get(name)) for name in ("leader_port", "http_port", "tie_port")})
+    shard["url"] = text(launch["ready"].get("url")) if isinstance(launch.get("ready"), dict) else None
     tie = launch["tie"] if isinstance(launch.get("tie"), dict) else {}
     shard["run_ports"] = [port for port in tie.get("run_ports") or [] if whole(port)] if isinstance(tie.get("run_ports"), list) else []
     shard["tie_id"] = tie_id(os.path.join(current, "secrets", "tie_key")) if tie else None

@@ -321,6 +321,8 @@ _SHARD = {
     "revision": _text,
     "previous": _text,
     "engine": _text,
+    "profile": _text,
+    "url": _text,
     "stage": _text,
     "revisions": _list(
         _mapping(

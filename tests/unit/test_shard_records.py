@@ -33,6 +33,7 @@ LAUNCH = {
     "gpus": [{"uuid": "GPU-1", "index": 0}, {"uuid": "GPU-2", "index": 1}],
     "leader_port": 29500,
     "http_port": 8000,
+    "ready": {"url": "http://10.0.0.1:8000"},
     "launches": [],
 }
 SHOWN = "Id=inference-glm.service\nActiveState=%s\nUnitFileState=enabled\nNRestarts=2\n"
@@ -138,6 +139,7 @@ def test_running_and_ready(tmp_path, service):
         "gpus": ["GPU-1", "GPU-2"],
         "leader_port": 29500,
         "http_port": 8000,
+        "url": "http://10.0.0.1:8000",
         "tie_port": None,
         "run_ports": [],
         "tie_id": None,
