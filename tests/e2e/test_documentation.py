@@ -45,9 +45,9 @@ OPTIONS = {name for options in specifications().values() for name in options}
 
 
 def commands(page: pathlib.Path) -> list[list[str]]:
-    """Lines that begin with ansible-playbook in the blocks of a page, joined where they are continued."""
-    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
-    return [shlex.split(line, comments=True) for line in re.findall(r"^ *(ansible-playbook .*)$", text, re.MULTILINE)]
+    """Lines that begin with ansible-playbook in the blocks of a page or the comments of a playbook, joined where they are continued, brackets left out."""
+    text = re.sub(r"\[(-[^]]*)\]", r"\1", page.read_text(encoding="utf-8").replace("\\\n", " "))
+    return [shlex.split(line, comments=True) for line in re.findall(r"^#? *(ansible-playbook .*)$", text, re.MULTILINE)]
 
 
 def extra_variables(command: list[str]) -> dict[str, Any]:
@@ -59,9 +59,11 @@ def extra_variables(command: list[str]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", [*PAGES, *sorted((ROOT / "playbooks").glob("*.yml"))], ids=lambda page: str(page.relative_to(ROOT)))
 def test_page(page: pathlib.Path) -> None:
     """Every playbook and variable that a command names is there, every yaml and json block can be read, and every link leads somewhere."""
+    if page.suffix == ".yml":
+        assert f"ansible-playbook rankzero.inference.{page.stem}" in page.read_text(encoding="utf-8"), "it does not say how it is run"
     for command in commands(page):
         name = next((word for word in command[1:] if word.startswith("rankzero.inference.")), None)
         assert name is None or (ROOT / "playbooks" / f"{name.rsplit('.', 1)[1]}.yml").exists(), command
@@ -81,6 +83,15 @@ def test_page(page: pathlib.Path) -> None:
             lines = [line.lstrip("# ").lower() for line in linked.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
             headings = [re.sub(r"[^\w\- ]", "", line).replace(" ", "-") for line in lines]
             assert anchor in headings, f"{target}: no such heading"
+
+
+def test_everything_that_is_included_is_listed() -> None:
+    readme, playbooks = (path.read_text(encoding="utf-8") for path in (ROOT / "README.md", ROOT / "docs/playbooks.md"))
+    modules = {path.stem for path in ROOT.glob("plugins/modules/*.py")}
+    assert {name for name in modules if f"`{name}`" not in readme} == set()
+    assert {path.stem for path in ROOT.glob("playbooks/*.yml") if f"`{path.stem}`" not in playbooks} == set()
+    assert {path.name for path in ROOT.glob("docs/decisions/0*.md") if path.name not in (ROOT / "docs/decisions/README.md").read_text()} == set()
+    assert {path.name for path in ROOT.glob("docs/*.md") if f"docs/{path.name}" not in readme} == set()
 
 
 def test_variables_in_prose_are_documented() -> None:
