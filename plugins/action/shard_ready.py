@@ -114,8 +114,9 @@ class Progress:
     def update(self, stage: str, text: str | None, budget: float) -> None:
         now = time.monotonic()
         changed = stage != self._stage
-        if self._stage is not None:
-            self.stages[self._stage] = round(self.stages.get(self._stage, 0.0) + now - self._stage_since, 1)
+        # The time until the first look is that of the stage which it finds: the shard has been there, or before it, all the while.
+        spent = self._stage or stage
+        self.stages[spent] = round(self.stages.get(spent, 0.0) + now - self._stage_since, 1)
         self._stage, self._stage_since = stage, now
         if changed or now - self._shown >= HEARTBEAT_SECONDS:
             self.line(stage, text, budget)
@@ -171,12 +172,13 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         started = time.time()
         budget = options["deadline"] - started if options["deadline"] is not None else options["timeout"]
         known: dict[str, Any] = {"since_stage": None, "run_id": None, "serving_since": None}
-        changed, lost = False, 0
+        changed, lost, calls = False, 0, 0
         while True:
             culprit = board.read("failed")
             if culprit is not None:
                 return _gave_up(options, host, culprit, known["since_stage"], progress)
             left = (budget if budget is not None else DEFAULT_BUDGET_SECONDS) - (time.time() - started)
+            calls += 1
             try:
                 answer = self._ask(
                     options,
@@ -202,7 +204,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
             progress.update(verdict["stage"], _told(verdict), budget)
             if verdict["serving"]:
                 board.post("serving")
-            answer.update(changed=changed, seconds=progress.seconds, stages=progress.stages)
+            answer.update(changed=changed, seconds=progress.seconds, stages=progress.stages, calls=calls)
             if verdict["ready"]:
                 return answer
             if verdict["failed"] or time.time() - started >= budget:
@@ -254,8 +256,10 @@ def _failed(options: dict[str, Any], host: str, answer: dict[str, Any], stage: s
     else:
         lines.append(f"  next:   on {host}: {answer['log_command']}")
         lines.append(f"          ansible-playbook rankzero.inference.diagnose -e replica_name={options['replica']}")
-    answer.update(failed=True, msg="\n".join(lines))
-    return answer
+    # Ansible prints every key of a failed result below the report: what it says in words is left out.
+    kept_keys = {"changed", "ready", "stage", "rank", "seconds", "stages", "calls"}
+    verdict = {name: verdict[name] for name in ("stage", "ready", "failed", "reason", "cause", "hint", "log_lines")}
+    return {**{name: value for name, value in answer.items() if name in kept_keys}, "verdict": verdict, "failed": True, "msg": "\n".join(lines)}
 
 
 def _gave_up(options: dict[str, Any], host: str, culprit: dict[str, Any], stage: str | None, progress: Progress) -> dict[str, Any]:

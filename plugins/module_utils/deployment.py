@@ -337,7 +337,9 @@ class Deployment:
             before = self.revisions.read(current, name) or ""
             if before == text:
                 continue
-            if name.endswith(_SHOWN_SUFFIXES):
+            if name == "launch.json" and not before:
+                self._diff_entry(name, "", _commands(text))
+            elif name.endswith(_SHOWN_SUFFIXES):
                 self._diff_entry(name, before, text)
             else:
                 self._diff_entry(name, "(program)\n" if before else "", "(program, changed)\n" if before else "(program, new)\n")
@@ -349,6 +351,14 @@ class Deployment:
     def _diff_entry(self, name: str, before: str, after: str) -> None:
         path = "%s/current/%s" % (self.revisions.directory, name)
         self.diffs.append({"before_header": path, "after_header": path, "before": before, "after": after})
+
+
+def _commands(launch: str) -> str:
+    """Of a launch document that is new, what an operator reads: each command, a word a line. What run_shard.py needs besides would bury it."""
+    lines = []
+    for one in json.loads(launch)["launches"]:
+        lines += ["%s: %s" % (one["name"], one["path"]), *("    %s" % json.dumps(word) for word in one["args"])]
+    return "\n".join(lines) + "\n"
 
 
 def _read(pid: int, name: str) -> bytes:

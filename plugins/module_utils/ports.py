@@ -26,7 +26,7 @@ def read(
     """
     probed = sorted(set(probe_ports))
     table = table or processes.ProcessTable(proc_root)
-    rows = [describe(row, table) for row in processes.listening_sockets(proc_root, table) if is_worth_telling(row, probed, ephemeral)]
+    rows = [describe(row, table) for row in processes.listening_sockets(proc_root, table, lambda port, heard: is_worth_telling(port, heard, probed, ephemeral))]
     errors: dict[str, str] = {}
     known = {row["port"] for row in rows}
     for port in probed:
@@ -40,9 +40,9 @@ def read(
     return sorted(rows, key=lambda row: row["port"]), errors
 
 
-def is_worth_telling(row: Facts, probed: list[int], ephemeral: list[int] | None) -> bool:
-    in_range = ephemeral is not None and ephemeral[0] <= row["port"] <= ephemeral[1]
-    return bool(row["listening"]) or row["port"] in probed or not in_range
+def is_worth_telling(port: int, listening: bool, probed: list[int], ephemeral: list[int] | None) -> bool:
+    in_range = ephemeral is not None and ephemeral[0] <= port <= ephemeral[1]
+    return listening or port in probed or not in_range
 
 
 def describe(row: Facts, table: processes.ProcessTable) -> Facts:

@@ -25,7 +25,7 @@ import os
 import pwd
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from ansible_collections.rankzero.inference.plugins.module_utils import small_files
@@ -166,13 +166,16 @@ def describe(pid: int, proc_root: str = "/proc", table: ProcessTable | None = No
     }
 
 
-def listening_sockets(proc_root: str = "/proc", table: ProcessTable | None = None) -> list[dict[str, Any]]:
+def listening_sockets(
+    proc_root: str = "/proc", table: ProcessTable | None = None, worth: Callable[[int, bool], bool] = lambda _port, _listening: True
+) -> list[dict[str, Any]]:
     """`[{port, address, pid, listening}]`: every local TCP port in use, by port and address.
 
     `listening` is False for a port that a connection uses (an outgoing one may hold the very port that a service wants). pid is None
-    where the owner cannot be seen. Connections of a listener on the same port are not listed apart.
+    where the owner cannot be seen. Connections of a listener on the same port are not listed apart. `worth` says by port and `listening`
+    which ones to list: owners are looked for among all open files of all processes, and only until all are found.
     """
-    sockets = [socket for socket in _sockets(proc_root) if socket.state not in _TCP_HOLDS_NO_PORT]
+    sockets = [one for one in _sockets(proc_root) if one.state not in _TCP_HOLDS_NO_PORT and worth(one.port, one.state == _TCP_LISTEN)]
     owners = _owners(proc_root, {socket.inode for socket in sockets}, table.pids() if table else None)
     listening = {(s.port, s.address, owners.get(s.inode)) for s in sockets if s.state == _TCP_LISTEN}
     served = {port for port, _address, _pid in listening}
@@ -238,6 +241,8 @@ def _owners(proc_root: str, inodes: set[int], pids: list[int] | None = None) -> 
             inode = _socket_inode(f"{folder}/{name}")
             if inode in inodes:
                 owners.setdefault(inode, pid)
+        if len(owners) == len(inodes):
+            break
     return owners
 
 

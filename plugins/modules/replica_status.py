@@ -50,7 +50,17 @@ ranks:
   returned: always
   type: list
   elements: dict
-  sample: [{rank: 0, host: gpu-a, stage: ready, ready: true, held_mib: [72010, 72010], restarts: 0, revision: 3f0c9a4be1d25577, reason: ready}]
+  sample:
+    - rank: 0
+      host: gpu-a
+      stage: ready
+      ready: true
+      held_mib: [72010, 72010]
+      restarts: 0
+      revision: 3f0c9a4be1d25577
+      reason: ready
+      seconds: 142.6
+      stages: {starting: 1.2, loading: 140.6, serving: 0.8}
 ready:
   description: Whether every rank of the replica is there and ready.
   returned: always

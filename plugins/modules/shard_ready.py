@@ -204,6 +204,11 @@ stages:
   returned: when it was waited for
   type: dict
   sample: {starting: 1.2, loading: 140.6, serving: 0.8}
+calls:
+  description: How often the host was asked, each time in one session.
+  returned: when it was waited for
+  type: int
+  sample: 3
 seconds:
   description: Seconds that this wait took.
   returned: when it was waited for

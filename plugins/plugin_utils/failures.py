@@ -8,6 +8,7 @@ from __future__ import annotations
 import typing as t
 
 Result = t.Mapping[str, t.Any]
+TELLING_LINES = 3
 
 
 def summary(
@@ -37,10 +38,13 @@ def summary(
         state = _half_left(restored, [failure for _host, failure in after], proven)
     lines = ["Replica %s was not %s. %s" % (replica, done, state)]
     lines += ["  %s: %s" % (_who(host, ranks), _why(failure)) for host, failure in culprits]
+    lines += _advice(culprits[0][1]) if culprits else []
     lines += ["  %s: it cannot be reached, and is as this run left it; the next run finishes it" % _who(host, ranks) for host in sorted(unreachable)]
     lines += ["  on the way back, %s: %s" % (_who(host, ranks), _why(failure)) for host, failure in after if not failure.get("gave_up")]
     kept = sorted((logs or {}).items(), key=lambda item: (ranks.get(item[0], 1 << 30), item[0]))
     lines += ["  log of %s: %s" % (_who(host, ranks), path) for host, path in kept]
+    if culprits and not kept and _verdict(culprits[0][1]):
+        lines.append("  next: ansible-playbook rankzero.inference.diagnose -e replica_name=%s" % replica)
     return "\n".join(lines)
 
 
@@ -72,6 +76,14 @@ def _half_left(restored: str | None, undoing: t.Sequence[Result], proven: bool) 
         return "Revision %s, which was there before, is back." % restored
     what = "revision %s could not be brought back on all ranks, so it does not serve" % restored if restored else "not all of it could be removed"
     return what[0].upper() + what[1:] + ". Run this again, or remove the replica."
+
+
+def _advice(failure: Result) -> list[str]:
+    """What to do, and the lines of the log that tell most: those of the first rank that is named, which is the likely cause of all the others."""
+    verdict = _verdict(failure)
+    told = ["  do: %s" % verdict["hint"]] if verdict.get("hint") else []
+    log = verdict.get("log_lines")
+    return told + ["    | %s" % line for line in (log[:TELLING_LINES] if isinstance(log, list) else ())]
 
 
 def _who(host: str, ranks: t.Mapping[str, int]) -> str:

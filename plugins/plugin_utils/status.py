@@ -43,6 +43,8 @@ def ranks(replica: str, seen: Seen, planned: t.Mapping[str, t.Any] | None = None
                 "fabric": record.get("fabric"),
                 "without_gpu_evidence": bool((verdict.get("evidence") or {}).get("judged_without_gpu") or verdict.get("judged_without_gpu")),
                 "reason": verdict.get("reason") or record.get("detail"),
+                "seconds": _mapping(look).get("seconds"),
+                "stages": dict(_mapping(_mapping(look).get("stages"))),
             }
         )
     return sorted(found, key=lambda entry: (not isinstance(entry["rank"], int), entry["rank"] if isinstance(entry["rank"], int) else 0, entry["host"]))
@@ -97,7 +99,10 @@ def text(replica: str, found: t.Sequence[t.Mapping[str, t.Any]], hosts: t.Sequen
         for entry in found
     ]
     head = "Replica %s: %s%s" % (replica, "ready" if whole(found) else "NOT ready", " at %s" % endpoint if endpoint else "")
-    lines = [head, table(["rank", "host", "stage", "ready", "service", "restarts", "GPU MiB held/expected", "revision"], rows)]
+    heads = ["rank", "host", "stage", "ready", "service", "restarts", "GPU MiB held/expected", "revision"]
+    if any(entry["seconds"] is not None for entry in found):
+        heads, rows = [*heads, "seconds until ready, by stage"], [[*row, _stages(entry)] for row, entry in zip(rows, found)]
+    lines = [head, table(heads, rows)]
     lines += ["  rank %s (%s): %s" % (entry["rank"], entry["host"], entry["reason"]) for entry in found if entry["reason"] and not entry["ready"]]
     return "\n".join(lines)
 
@@ -105,4 +110,13 @@ def text(replica: str, found: t.Sequence[t.Mapping[str, t.Any]], hosts: t.Sequen
 def _memory(entry: t.Mapping[str, t.Any]) -> str:
     if entry["without_gpu_evidence"]:
         return "CPU profile"
-    return ", ".join("%s/%s" % ("?" if held is None else held, expected) for held, expected in zip(entry["held_mib"], entry["expected_mib"]))
+    each = ["%s/%s" % ("?" if held is None else held, expected) for held, expected in zip(entry["held_mib"], entry["expected_mib"])]
+    return "%d x %s" % (len(each), each[0]) if len(each) > 1 and len(set(each)) == 1 else ", ".join(each)
+
+
+def _stages(entry: t.Mapping[str, t.Any]) -> str | None:
+    """C(142.6: starting 1.2, loading 140.6, serving 0.8): where the time went, as the controller saw it."""
+    if entry["seconds"] is None:
+        return None
+    told = ", ".join("%s %g" % (stage, seconds) for stage, seconds in entry["stages"].items())
+    return "%g%s" % (entry["seconds"], ": " + told if told else "")

@@ -85,7 +85,7 @@ def test_life_of_a_replica(make_fleet: MakeFleet, model: pathlib.Path, tmp_path:
     pids = hosts.marked()
 
     status = run("replica_status")
-    assert "Replica e2e: ready" in status.stdout and "48000/1024, 48000/1024" in status.stdout
+    assert "Replica e2e: ready" in status.stdout and "2 x 48000/1024" in status.stdout
 
     changed = run("deploy_replica", "--diff", profile=sim_profile(hosts, model, "--max-model-len", "2048", nodes=2))
     assert changed.returncode == 0 and recap(changed.stdout, "gpu-10")["changed"] == 2, changed.stdout

@@ -72,7 +72,15 @@ def test_a_failed_deploy_names_the_culprit_with_its_cause_first() -> None:
         "glm",
         {
             "gpu-a": {"msg": "long\nreport", "verdict": {"reason": "the engine ended with exit code 1", "cause": None}},
-            "gpu-b": {"msg": "x", "verdict": {"reason": "the engine ended with exit code 1", "cause": "A GPU ran out of memory."}},
+            "gpu-b": {
+                "msg": "x",
+                "verdict": {
+                    "reason": "the engine ended with exit code 1",
+                    "cause": "A GPU ran out of memory.",
+                    "hint": "Lower the context length.",
+                    "log_lines": ["torch.OutOfMemoryError: CUDA out of memory.", "two", "three", "four"],
+                },
+            },
             "gpu-c": {"msg": "gave up", "gave_up": {"rank": 1}},
             "gpu-d": None,
             "gpu-e": {"msg": "disk full\nmore"},
@@ -85,6 +93,11 @@ def test_a_failed_deploy_names_the_culprit_with_its_cause_first() -> None:
         "  rank 1 (gpu-b): the engine ended with exit code 1. A GPU ran out of memory.",
         "  rank 0 (gpu-a): the engine ended with exit code 1",
         "  gpu-e: disk full",
+        "  do: Lower the context length.",
+        "    | torch.OutOfMemoryError: CUDA out of memory.",
+        "    | two",
+        "    | three",
+        "  next: ansible-playbook rankzero.inference.diagnose -e replica_name=glm",
     ]
     assert "Nothing of it was left behind." in failures.summary("glm", {}, {}, None)
 
@@ -114,3 +127,20 @@ def test_a_live_look_decides_what_a_status_says() -> None:
 
     assert status.whole(status.ranks("glm", {"a": host(False, True)}))
     assert not status.whole(status.ranks("glm", {"a": host(True, False)}))
+
+
+def test_the_summary_of_a_deploy_says_where_the_time_went_and_what_each_gpu_holds() -> None:
+    """Equal GPUs are told in one word; a rank that was not waited for has no seconds, and without any there is no column."""
+
+    def seen(rank: int, held: list[int | None], **look: Any) -> tuple[Any, Any]:
+        record = {"rank": rank, "nodes": 2, "stage": "running", "ready": True, "revision": "r1", "unit": {"active": True}}
+        gpus = [{"held_mib": mib, "expected_mib": 47683} for mib in held]
+        return {"shards": {"glm": record}}, {"verdict": {"ready": True, "stage": "ready", "evidence": {"gpus": gpus}}, **look}
+
+    ranks = status.ranks("glm", {"a": seen(0, [72010] * 8, seconds=142.6, stages={"starting": 1.2, "loading": 141.4}), "b": seen(1, [72010, None])})
+    text = status.text("glm", ranks, ["a", "b"], "http://a:8000")
+    lines = text.splitlines()
+    assert lines[0] == "Replica glm: ready at http://a:8000" and lines[1].endswith("seconds until ready, by stage")
+    assert "8 x 72010/47683" in lines[2] and lines[2].endswith("142.6: starting 1.2, loading 141.4")
+    assert "72010/47683, ?/47683" in lines[3] and lines[3].endswith("-")
+    assert "seconds until ready" not in status.text("glm", status.ranks("glm", {"a": seen(0, [1]), "b": seen(1, [1])}), ["a", "b"])
