@@ -355,10 +355,10 @@ class Deployment:
 
 def _commands(launch: str) -> str:
     """Of a launch document that is new, what an operator reads: each command, a word a line. What run_shard.py needs besides would bury it."""
-    lines = []
-    for one in json.loads(launch)["launches"]:
+    lines: t.List[str] = []
+    for one in json.loads(launch).get("launches") or ():
         lines += ["%s: %s" % (one["name"], one["path"]), *("    %s" % json.dumps(word) for word in one["args"])]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n" if lines else launch
 
 
 def _read(pid: int, name: str) -> bytes:
