@@ -164,6 +164,12 @@ def interfaces_of_gids(tree: HostTree, gids: list[Any], cidr: str | None) -> Non
         tree.interface(netdev, addresses, kind="vlan" if vlan else None, vlan=int(vlan) if vlan else None)
 
 
+def gpus_of(one: Recorded) -> list[dict[str, Any]]:
+    """The GPUs of a driver's state with their addresses in sysfs (NVML writes a domain with eight digits), as far as distances need them."""
+    found = re.findall(r"^gpu (\d+) uuid=(\S+) pci=(\S+)", one.nvml or "", re.MULTILINE)
+    return [{"uuid": uuid.replace("%d", index), "pci_bdf": address[-12:].lower()} for index, uuid, address in found]
+
+
 def processes(lines: str, host_view: dict[str, Any]) -> str:
     for gpu, rows in host_view.items():
         lines += "".join(f"proc gpu={gpu[-1]} pid={row['pid']} mib={row['used']}B\n" for row in rows)
@@ -315,7 +321,8 @@ def spark_three_node_ring(case: dict[str, Any], root: pathlib.Path) -> dict[str,
     return hosts
 
 
-def topo_gb300_two_pfs_same_guid(case: dict[str, Any], root: pathlib.Path) -> dict[str, Recorded]:
+def topo_gb300_two_pfs_same_guid(case: dict[str, Any], root: pathlib.Path, subnets: tuple[int, int] = (0, 1)) -> dict[str, Recorded]:
+    """C(subnets): that of each function, 10.11.<subnet>.0/24."""
     hosts = {}
     for number, name in enumerate(("a", "b"), 1):
         hosts[name] = one = planned_host(root / name, number, gpu=False)
@@ -323,8 +330,9 @@ def topo_gb300_two_pfs_same_guid(case: dict[str, Any], root: pathlib.Path) -> di
         for at, hca in enumerate(case["hcas"]):
             one.tree.pci(hca["pci"], bridges=["0009:00:00.0"], driver="mlx5_core")
             guids = {key: hca[key] for key in ("node_guid", "sys_image_guid")}
-            one.tree.hca(hca["dev"], pci=hca["pci"], netdevs=[f"eth{at}"], gids=[v2(f"10.11.{at}.{number}", f"eth{at}")], **guids)
-            one.tree.interface(f"eth{at}", [f"10.11.{at}.{number}/24"], pci=hca["pci"])
+            address = f"10.11.{subnets[at]}.{number * 10 + at}"
+            one.tree.hca(hca["dev"], pci=hca["pci"], netdevs=[f"eth{at}"], gids=[v2(address, f"eth{at}")], **guids)
+            one.tree.interface(f"eth{at}", [address + "/24"], pci=hca["pci"])
         one.nvml = f'driver 580.95.05\ngpu 0 uuid=GPU-{number:04d}-%d pci=00000009:01:00.0 name="NVIDIA GB300" cc=10.3 total=284208 reserved=700\n'
     return hosts
 

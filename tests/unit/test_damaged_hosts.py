@@ -76,7 +76,9 @@ def host(root: pathlib.Path) -> recorded_hosts.Recorded:
                 revision + "shard.env": "A='1'",
                 revision + "run_shard.py": "pass",
                 revision + "secrets/tie_key": "k" * 64,
-                "run/rankzero/glm/state.json": json.dumps({"run_id": "r", "stage": "running", "supervisor_pid": 700, "started_at": 1767225700.5, "restarts": 1}),
+                "run/rankzero/glm/state.json": json.dumps(
+                    {"run_id": "r", "stage": "running", "supervisor_pid": 700, "started_at": 1767225700.5, "restarts": 1}
+                ),
                 "run/rankzero/glm/ready.json": json.dumps({"run_id": "r", "evidence": {"gpus": []}}),
                 "run/rankzero/glm.lock": json.dumps({"owner": "o", "who": "somebody", "since": 1.0, "until": 2.0}),
                 "etc/rankzero/made_users.json": '["rankzero"]',
@@ -182,7 +184,24 @@ def nested(path: pathlib.Path, data: bytes) -> None:
 
 
 DAMAGE: list[Callable[[pathlib.Path, bytes], None]] = [junk, cut, directory, fifo, loop, upwards, endless, huge, gone, unreadable, numbers, nested]
-KEYS = ("schema host gpus hcas topology interfaces routes limits drivers engines models ports_in_use shards cordoned locks traces").split()
+KEYS = [
+    "schema",
+    "host",
+    "gpus",
+    "hcas",
+    "topology",
+    "interfaces",
+    "routes",
+    "limits",
+    "drivers",
+    "engines",
+    "models",
+    "ports_in_use",
+    "shards",
+    "cordoned",
+    "locks",
+    "traces",
+]
 
 
 @pytest.fixture(scope="module")

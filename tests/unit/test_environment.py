@@ -6,21 +6,18 @@
 from __future__ import annotations
 
 import ipaddress
-import pathlib
 from typing import Any
 
 import facts as build
 import nccl_model
 import pytest
-import yaml
+import recorded_hosts
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ansible_collections.rankzero.inference.plugins.plugin_utils import addressing, environment, fabric, gids
 from ansible_collections.rankzero.inference.plugins.plugin_utils.addressing import Endpoint
 from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings
-
-FIXTURES = pathlib.Path(__file__).parent.parent / "fixtures" / "hardware"
 
 
 def entry(index: int, address: str, version: int = 2, network: str | None = None, vlan: int | None = None) -> dict[str, Any]:
@@ -434,7 +431,7 @@ def test_the_interface_is_selected_exactly(names, data):
 @pytest.mark.parametrize("name", ["hca_prefix_collision", "iface_vlan_prefix"])
 def test_recorded_matches(name):
     """The model selects what NCCL was recorded to select, so that it may judge our lists; and our exact form selects each device alone."""
-    case = yaml.safe_load((FIXTURES / (name + ".yaml")).read_text(encoding="utf-8"))
+    case = recorded_hosts.load(name)
     is_hca = case["kind"] == "hca_match"
 
     def select(spec: str) -> list[str]:
@@ -451,7 +448,7 @@ def test_recorded_matches(name):
 @pytest.mark.parametrize("name", ["iface_hostname_loopback", "iface_linklocal_and_ipoib", "iface_sriov_vfs_without_address"])
 def test_recorded_interfaces(name):
     """The interface of recorded hosts, by the rule of the plan, and the variables that name it: on a worker the way to the leader, else the default route."""
-    case = yaml.safe_load((FIXTURES / (name + ".yaml")).read_text(encoding="utf-8"))
+    case = recorded_hosts.load(name)
     interfaces = [
         {"name": item["name"], "kind": "physical", "up": item.get("up", True), "carrier": True, "master": None, "addresses": item["ipv4"]}
         for item in case["interfaces"]

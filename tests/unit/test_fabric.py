@@ -13,6 +13,7 @@ from typing import Any
 import hardware_trees
 import nccl_model
 import pytest
+import recorded_hosts
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,11 +22,7 @@ from ansible_collections.rankzero.inference.plugins.module_utils import hcas, ne
 from ansible_collections.rankzero.inference.plugins.plugin_utils import fabric, fabric_names, gids, host_facts, placement, plan
 from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings
 
-FIXTURES = pathlib.Path(__file__).parent.parent / "fixtures" / "hardware"
-
-
-def fixture(name: str) -> dict[str, Any]:
-    return yaml.safe_load((FIXTURES / (name + ".yaml")).read_text(encoding="utf-8"))
+DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
 
 
 def read(tree: hardware_trees.HardwareTree, gpus: list[dict[str, Any]] | None = None, **more: Any) -> dict[str, Any]:
@@ -45,13 +42,9 @@ def read(tree: hardware_trees.HardwareTree, gpus: list[dict[str, Any]] | None = 
     )
 
 
-def gid_text(address: str) -> str:
-    value = f"{nccl_model.gid_of(address):032x}"
-    return ":".join(value[at : at + 4] for at in range(0, 32, 4))
-
-
-def v2(address: str, netdev: str, index: int = 3) -> list[Any]:
-    return [index, gid_text(address), "RoCE v2", netdev]
+def recorded(name: str, root: pathlib.Path) -> dict[str, Any]:
+    """The facts of every host of a fixture, with its GPUs where it has some."""
+    return {host: read(one.tree, recorded_hosts.gpus_of(one)) for host, one in recorded_hosts.write(name, root).items()}
 
 
 def port(name: str, *addresses: str, number: int = 1, **more: Any) -> dict[str, Any]:
@@ -63,7 +56,7 @@ def port(name: str, *addresses: str, number: int = 1, **more: Any) -> dict[str, 
         gid_list.append(
             {
                 "index": index,
-                "gid": gid_text(str(interface.ip)),
+                "gid": recorded_hosts.gid_text(str(interface.ip)),
                 "type": "RoCE v2",
                 "netdev": "e" + name,
                 "address": str(interface.ip),
@@ -142,44 +135,19 @@ def refused(*arguments: Any, **more: Any) -> str:
 # ---- recorded hosts
 
 
-def gid_host(root: pathlib.Path, host: dict[str, Any], cidr: str | None) -> dict[str, Any]:
-    """A host of a gid_table fixture. Prefix lengths are the fabric's, else /24."""
-    tree = hardware_trees.HardwareTree(root)
-    prefix = (cidr or "/24").partition("/")[2]
-    seen = set()
-    for hca in host["hcas"]:
-        tree.hca(hca["dev"], **{key: value for key, value in hca.items() if key not in ("dev", "port")})
-        for netdev in dict.fromkeys(entry[3] for entry in hca["gids"]):
-            if netdev not in seen:
-                seen.add(netdev)
-                parsed = dict.fromkeys(ipaddress.IPv6Address(entry[1]) for entry in hca["gids"] if entry[3] == netdev)
-                vlan = netdev.partition(".")[2]
-                tree.interface(
-                    netdev,
-                    [f"{address.ipv4_mapped}/{prefix}" for address in parsed if address.ipv4_mapped],
-                    kind="vlan" if vlan else None,
-                    vlan=int(vlan) if vlan else None,
-                )
-    return read(tree)
-
-
 def model_table(entries: list[Any]) -> list[nccl_model.Slot]:
     found = {entry[0]: nccl_model.Slot(int(ipaddress.IPv6Address(entry[1])), {"RoCE v2": 2, "IB/RoCE v1": 1}[entry[2]]) for entry in entries}
     return [found.get(index, nccl_model.Slot()) for index in range(max(found) + 1)]
 
 
-GID_TABLES = ["gid_plain_index3", "gid_sparse_table", "gid_starts_late", "gid_two_vlans_one_port", "gid_head4_worker3", "gid_ipv4_linklocal"]
-
-
-@pytest.mark.parametrize("name", GID_TABLES)
+@pytest.mark.parametrize("name", recorded_hosts.GID_TABLES)
 def test_recorded_gid_tables(tmp_path, name):
     """The right index on every host, by our rule; and the model gives what NCCL was recorded to give."""
-    case = fixture(name)
+    case, hosts = recorded_hosts.load(name), recorded(name, tmp_path)
     cidr = case.get("fabric_cidr")
     named = {"compute": {"networks": cidr}} if cidr else {"compute": {"link_layer": "Ethernet"}}
     for host in case["hosts"]:
-        found = gid_host(tmp_path / host["name"], host, cidr)
-        outcome = choose({host["name"]: found}, "compute", named)
+        outcome = choose({host["name"]: hosts[host["name"]]}, "compute", named)
         assert outcome.faults == []
         findings = Findings()
         rule = gids.rule(outcome.choice.ports[host["name"]], outcome.choice.keys, host=host["name"], rank=0, findings=findings)
@@ -195,10 +163,9 @@ def test_recorded_gid_tables(tmp_path, name):
 
 
 def test_recorded_gid_drift(tmp_path):
-    case = fixture("gid_drift_over_time")
+    case = recorded_hosts.load("gid_drift_over_time")
     indexes = []
-    for number, table in enumerate(case["tables"]):
-        found = gid_host(tmp_path / str(number), {"hcas": [{"dev": case["dev"], "gids": table["gids"]}]}, "10.70.0.0/24")
+    for found in recorded("gid_drift_over_time", tmp_path).values():
         outcome = choose({"a": found})
         rule = gids.rule(outcome.choice.ports["a"], outcome.choice.keys, host="a", rank=0, findings=Findings())
         indexes.append(rule and rule.index)
@@ -206,18 +173,7 @@ def test_recorded_gid_drift(tmp_path):
 
 
 def test_recorded_ring_of_three(tmp_path):
-    case = fixture("spark_three_node_ring")
-    hosts = {}
-    for host in case["hosts"]:
-        tree = hardware_trees.HardwareTree(tmp_path / host["name"])
-        for device, netdev in case["hcas"].items():
-            bdf = f"{2 if 'P2' in device else 0:04d}:01:00.{device[-1]}"
-            cidr = host["addr"][netdev]
-            tree.pci(bdf, driver="mlx5_core")
-            tree.hca(device, pci=bdf, netdevs=[netdev], gids=[v2(cidr.partition("/")[0], netdev)])
-            tree.interface(netdev, [cidr], pci=bdf)
-        tree.interface("enP7s7", list(host["mgmt"].values()))
-        hosts[host["name"]] = read(tree)
+    case, hosts = recorded_hosts.load("spark_three_node_ring"), recorded("spark_three_node_ring", tmp_path)
     management = dict.fromkeys(hosts, case["expect"]["socket_ifname"])
     text = refused(hosts, management=management)
     assert "no fabric that all hosts share" in text and "subnet_aware: true" in text, "derived never: the hint says how to name it"
@@ -235,30 +191,11 @@ def test_recorded_ring_of_three(tmp_path):
 
 
 def test_recorded_mixed_link_layers(tmp_path):
-    case = fixture("fabric_mixed_ib_and_ethernet")
-
-    def host(root: pathlib.Path, number: int, addressed: bool) -> dict[str, Any]:
-        tree = hardware_trees.HardwareTree(root)
-        for hca in case["hcas"]:
-            tree.pci(hca["pci"], driver="mlx5_core")
-            roce = [v2(f"10.0.0.{number}", hca["netdev"])] if "netdev" in hca and addressed else []
-            entries = [[0, hca["gid0"], "IB/RoCE v1", None]] if "gid0" in hca else roce
-            lid = hex(int(hca["lid"], 16) + 16 * number) if "gid0" in hca else "0x0"
-            tree.hca(
-                hca["dev"],
-                pci=hca["pci"],
-                gids=entries,
-                netdevs=[hca["netdev"]] if "netdev" in hca else [],
-                lid=lid,
-                **{key: hca[key] for key in ("link_layer", "state", "rate", "sm_lid")},
-            )
-        tree.interface("ens4f0", [f"10.0.0.{number}/24"])
-        return read(tree)
-
-    hosts = {"a": host(tmp_path / "a", 1, False), "b": host(tmp_path / "b", 2, False)}
+    case, every = recorded_hosts.load("fabric_mixed_ib_and_ethernet"), recorded("fabric_mixed_ib_and_ethernet", tmp_path)
+    hosts = {name: every[name] for name in "ab"}
     right = [name + ":1" for name in case["expect"]["right_hcas"]]
     assert chosen(hosts) == {"a": right, "b": right}
-    hosts = {"c": host(tmp_path / "c", 1, True), "d": host(tmp_path / "d", 2, True)}
+    hosts = {name: every[name] for name in "cd"}
     assert "ib:fe80000000000000 (c mlx5_0:1+mlx5_1:1" in refused(hosts), "with an address the Ethernet port is a candidate: refused and listed"
     assert chosen(hosts, management={"c": "ens4f0", "d": "ens4f0"}) == {"c": right, "d": right}
     assert chosen(hosts, "compute", {"compute": {"link_layer": "InfiniBand"}}) == {"c": right, "d": right}
@@ -266,15 +203,7 @@ def test_recorded_mixed_link_layers(tmp_path):
 
 
 def test_recorded_unequal_count(tmp_path):
-    case = fixture("fabric_unequal_hca_count")
-    hosts = {}
-    for at, host in enumerate(case["hosts"]):
-        tree = hardware_trees.HardwareTree(tmp_path / host["name"])
-        for number, device in enumerate(host["sysfs"]):
-            address = f"10.11.0.{at * 10 + number + 1}"
-            tree.hca(device, netdevs=[f"eth{number}"], openable=device in host["openable"], gids=[v2(address, f"eth{number}")])
-            tree.interface(f"eth{number}", [address + "/24"])
-        hosts[host["name"]] = read(tree)
+    case, hosts = recorded_hosts.load("fabric_unequal_hca_count"), recorded("fabric_unequal_hca_count", tmp_path)
     outcome = choose(hosts)
     assert outcome.ports == {} and outcome.faults == [], "eRDMA is not chosen by default"
     assert any("TCP" in text and "erdma_0:1" in text for text in outcome.warnings)
@@ -286,16 +215,7 @@ def test_recorded_unequal_count(tmp_path):
 
 
 def test_recorded_bond_over_two_cards(tmp_path):
-    case = fixture("fabric_bond_over_two_cards")
-    hosts = {}
-    for number, name in enumerate(("a", "b"), 1):
-        tree = hardware_trees.HardwareTree(tmp_path / name)
-        for hca in case["hcas"]:
-            tree.pci(hca["pci"], driver="mlx5_core")
-            tree.hca(hca["dev"], pci=hca["pci"], netdevs=[hca["netdev"]], gids=[v2(f"10.80.0.{number}", hca["gid_ndev"])])
-            tree.interface(hca["netdev"], pci=hca["pci"], master="bond0")
-        tree.interface("bond0", [f"10.80.0.{number}/24"], kind="bond")
-        hosts[name] = read(tree)
+    hosts = recorded("fabric_bond_over_two_cards", tmp_path)
     outcome = choose(hosts)
     assert outcome.ports == {} and any("not separate rails" in text for text in outcome.warnings)
     assert "not separate rails" in refused(hosts, "rails", {"rails": {"hcas": ["mlx5_0", "mlx5_1", "mlx5_2", "mlx5_3"]}})
@@ -309,67 +229,31 @@ def test_bond_in_facts_that_somebody_wrote():
     assert "10.80.0.2 on a mlx5_0:1 and b mlx5_0:1" in refused({"a": facts(other[0]), "b": facts(other[0])}), "an address twice in the fleet"
 
 
-def two_functions(root: pathlib.Path, number: int, subnets: tuple[str, str]) -> dict[str, Any]:
-    case = fixture("topo_gb300_two_pfs_same_guid")
-    tree = hardware_trees.HardwareTree(root)
-    tree.pci("0009:01:00.0", bridges=["0009:00:00.0"], vendor="0x10de")
-    for at, hca in enumerate(case["hcas"]):
-        tree.pci(hca["pci"], bridges=["0009:00:00.0"], driver="mlx5_core")
-        address = subnets[at].replace("X", str(number * 10 + at))
-        tree.hca(
-            hca["dev"],
-            pci=hca["pci"],
-            node_guid=hca["node_guid"],
-            sys_image_guid=hca["sys_image_guid"],
-            netdevs=[f"eth{at}"],
-            gids=[v2(address.partition("/")[0], f"eth{at}")],
-        )
-        tree.interface(f"eth{at}", [address], pci=hca["pci"])
-    return read(tree, [{"uuid": "GPU-0", "pci_bdf": "0009:01:00.0"}])
-
-
-@pytest.mark.parametrize("subnets", [("10.11.0.X/24", "10.11.0.X/24"), ("10.11.1.X/24", "10.11.2.X/24")])
+@pytest.mark.parametrize("subnets", [(0, 0), (1, 2)])
 def test_recorded_two_functions_of_one_card_are_two_rails(tmp_path, subnets):
-    rails = fixture("topo_gb300_two_pfs_same_guid")["expect"]["rails"]
-    hosts = {name: two_functions(tmp_path / name, number, subnets) for number, name in enumerate(("a", "b"), 1)}
-    found = chosen(hosts, gpus={"a": ["GPU-0"], "b": ["GPU-0"]})
+    case = recorded_hosts.load("topo_gb300_two_pfs_same_guid")
+    machines = recorded_hosts.topo_gb300_two_pfs_same_guid(case, tmp_path, subnets)
+    rails, gpus = case["expect"]["rails"], {name: recorded_hosts.gpus_of(one) for name, one in machines.items()}
+    hosts = {name: read(one.tree, gpus[name]) for name, one in machines.items()}
+    found = chosen(hosts, gpus={name: [gpu["uuid"] for gpu in held] for name, held in gpus.items()})
     assert found == dict.fromkeys(hosts, [f"{rails[0]}:1", f"{rails[1]}:1"])
 
 
 def test_recorded_ten_nics(tmp_path):
     """Eight NICs are each beside a GPU; the two of storage are not, and stay out though they are in the same fabric."""
-    case = fixture("topo_h100_ten_nics")
-    hosts, every = {}, [f"GPU-{number}" for number in range(case["gpus"])]
-    for at, name in enumerate(("a", "b")):
-        tree, gpus = hardware_trees.HardwareTree(tmp_path / name), []
-        beside = {nic: gpu for gpu, nic in case["pix"].items()}
-        for number in range(case["nics"]):
-            bus = 0x10 + number * 8
-            chain = [f"0000:{bus:02x}:01.0", f"0000:{bus + 1:02x}:00.0"]
-            tree.pci(f"0000:{bus + 4:02x}:00.0", bridges=[*chain, f"0000:{bus + 2:02x}:00.0"], driver="mlx5_core")
-            tree.hca(
-                f"mlx5_{number}",
-                pci=f"0000:{bus + 4:02x}:00.0",
-                link_layer="InfiniBand",
-                lid=hex(1 + at * 16 + number),
-                sm_lid="0x1",
-                gids=[[0, f"fe80:0000:0000:0000:0c42:a103:{at:04x}:{number:04x}", "IB/RoCE v1", None]],
-            )
-            if f"NIC{number}" in beside:
-                bdf = f"0000:{bus + 5:02x}:00.0"
-                tree.pci(bdf, bridges=[*chain, f"0000:{bus + 2:02x}:01.0"], vendor="0x10de")
-                gpus.append({"uuid": "GPU-" + beside[f"NIC{number}"][3:], "pci_bdf": bdf})
-        hosts[name] = read(tree, gpus)
+    case, hosts = recorded_hosts.load("topo_h100_ten_nics"), recorded("topo_h100_ten_nics", tmp_path)
+    every = {name: [f"GPU-{at}-{number}" for number in range(case["gpus"])] for at, name in enumerate(hosts)}
     right = [f"mlx5_{nic[3:]}:1" for nic in case["expect"]["right_nics"]]
-    assert chosen(hosts, gpus=dict.fromkeys(hosts, every)) == dict.fromkeys(hosts, right)
-    assert chosen(hosts, "ib:fe80000000000000", gpus=dict.fromkeys(hosts, every)) == dict.fromkeys(hosts, right), "also where the fabric is named by its key"
-    assert chosen(hosts, gpus=dict.fromkeys(hosts, every[:2])) == dict.fromkeys(hosts, right[:2]), "a shard of two GPUs has the two beside them"
+    assert chosen(hosts, gpus=every) == dict.fromkeys(hosts, right)
+    assert chosen(hosts, "ib:fe80000000000000", gpus=every) == dict.fromkeys(hosts, right), "also where the fabric is named by its key"
+    two = {name: gpus[:2] for name, gpus in every.items()}
+    assert chosen(hosts, gpus=two) == dict.fromkeys(hosts, right[:2]), "a shard of two GPUs has the two beside them"
     storage = [f"mlx5_{nic[3:]}" for nic in case["expect"]["excluded"]]
-    assert chosen(hosts, "s", {"s": {"hcas": storage}}, gpus=dict.fromkeys(hosts, every)) == dict.fromkeys(hosts, [name + ":1" for name in storage])
+    assert chosen(hosts, "s", {"s": {"hcas": storage}}, gpus=every) == dict.fromkeys(hosts, [name + ":1" for name in storage])
 
 
 def test_recorded_switches_that_two_gpus_share():
-    case = fixture("topo_dgx2_shared_switch")
+    case = recorded_hosts.load("topo_dgx2_shared_switch")
     names = list(case["rows"]["GPU0"])
     hosts = {
         host: facts(*(ib(name, lid=at * 20 + number + 1) for number, name in enumerate(names)), topology={"gpu_hca": case["rows"]})
@@ -544,8 +428,8 @@ def test_bond_that_the_hardware_carries_and_a_vlan_of_it_from_the_reader(tmp_pat
         tree = hardware_trees.HardwareTree(tmp_path / name)
         tree.pci("0000:03:00.0", driver="mlx5_core")
         tree.pci("0000:1b:00.0", driver="mlx5_core")
-        tree.hca("mlx5_bond_0", pci="0000:03:00.0", netdevs=["enp3s0f0"], gids=[v2(f"10.20.0.{number}", "bond0.20")])
-        tree.hca("mlx5_2", pci="0000:1b:00.0", netdevs=["ens2"], gids=[v2(f"10.11.0.{number}", "ens2")])
+        tree.hca("mlx5_bond_0", pci="0000:03:00.0", netdevs=["enp3s0f0"], gids=[recorded_hosts.v2(f"10.20.0.{number}", "bond0.20")])
+        tree.hca("mlx5_2", pci="0000:1b:00.0", netdevs=["ens2"], gids=[recorded_hosts.v2(f"10.11.0.{number}", "ens2")])
         tree.interface("enp3s0f0", pci="0000:03:00.0", master="bond0")
         tree.interface("bond0", kind="bond")
         tree.interface("bond0.20", [f"10.20.0.{number}/24"], kind="vlan", vlan=20)
@@ -561,21 +445,19 @@ def test_the_only_port_carries_management():
     assert len(chosen(hosts, "roce:10.11.0.0/16", management={"a": "emlx5_0", "b": "emlx5_0"})) == 2
 
 
-def efa_host(root: pathlib.Path, count: int = 2) -> dict[str, Any]:
-    tree = hardware_trees.HardwareTree(root)
-    for hca in fixture("hca_efa")["hcas"][:count]:
-        tree.pci(hca["pci"], driver=hca["driver"], vendor="0x1d0f")
-        tree.hca(hca["dev"], pci=hca["pci"], node_type=hca["node_type"], ports=hca["ports"])
-    return read(tree)
+def efa_hosts(root: pathlib.Path, count: int = 2) -> dict[str, Any]:
+    case = recorded_hosts.load("hca_efa")
+    machines = recorded_hosts.hca_efa({**case, "hcas": case["hcas"][:count]}, root)
+    return {name: read(one.tree) for name, one in machines.items()}
 
 
 def test_efa(tmp_path):
-    hosts = {"a": efa_host(tmp_path / "a"), "b": efa_host(tmp_path / "b")}
+    hosts = efa_hosts(tmp_path / "two")
     for wanted in ("", "efa"):
         outcome = choose(hosts, wanted)
         assert outcome.faults == [] and (outcome.choice.name, outcome.choice.link) == ("efa", "efa")
         assert outcome.ports == dict.fromkeys(hosts, ["rdmap85s0:1", "rdmap86s0:1"])
-    assert "a has 2" in refused({"a": hosts["a"], "b": efa_host(tmp_path / "c", 1)})
+    assert "a has 2" in refused({"a": hosts["a"], "b": efa_hosts(tmp_path / "one", 1)["b"]})
     assert "efa" in refused({"a": hosts["a"], "b": facts()}, "efa")
 
 
@@ -583,7 +465,7 @@ def test_soft_roce_only_by_name(tmp_path):
     hosts = {}
     for number, name in enumerate(("a", "b"), 1):
         tree = hardware_trees.HardwareTree(tmp_path / name)
-        tree.hca("rxe0", parent="eth0", gids=[v2(f"10.11.0.{number}", "eth0", 1)])
+        tree.hca("rxe0", parent="eth0", gids=[recorded_hosts.v2(f"10.11.0.{number}", "eth0", 1)])
         tree.interface("eth0", [f"10.11.0.{number}/16"])
         hosts[name] = read(tree)
     outcome = choose(hosts)
@@ -665,7 +547,7 @@ def test_definitions_are_read_field_by_field(definition, field):
 
 
 def test_the_examples_of_the_documentation_are_read():
-    text = (FIXTURES.parents[2] / "docs" / "fabrics.md").read_text(encoding="utf-8")
+    text = (DOCS / "fabrics.md").read_text(encoding="utf-8")
     example = text[text.index("    replica_fabrics:\n") :].partition("\n\n")[0]
     definitions = yaml.safe_load("\n".join(line[4:] for line in example.splitlines()))["replica_fabrics"]
     assert len(definitions) >= 8
@@ -777,7 +659,7 @@ def nvlink_ranks(hosts: list[dict[str, Any]], imex: Any = "up") -> list[plan.Ran
 
 
 def test_recorded_nvlink_domains():
-    case = fixture("nvml_gb200_nvl_clique")
+    case = recorded_hosts.load("nvml_gb200_nvl_clique")
     by_name = {host["name"]: host for host in case["hosts"]}
     for members in case["expect"]["domains"]:
         assert plan.nvlink_problem(nvlink_ranks([by_name[name] for name in members]), None) is None
@@ -807,7 +689,7 @@ def test_hgx_boxes_are_in_no_domain():
     ],
 )
 def test_what_is_not_known_is_not_proven(change):
-    trays = fixture("nvml_gb200_nvl_clique")["hosts"][:2]
+    trays = recorded_hosts.load("nvml_gb200_nvl_clique")["hosts"][:2]
     ranks = nvlink_ranks(trays)
     ranks[1].facts["limits"]["imex"] = host_facts.normalise({"schema": 1, "limits": change})["limits"]["imex"]
     problem = plan.nvlink_problem(ranks, None)

@@ -13,13 +13,12 @@ import stat
 
 import hardware_trees
 import pytest
-import yaml
+import recorded_hosts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ansible_collections.rankzero.inference.plugins.module_utils import hcas, network
 
-FIXTURES = pathlib.Path(__file__).parent.parent / "fixtures" / "hardware"
 V4_10_11_0_72 = "0000:0000:0000:0000:0000:ffff:0a0b:0048"
 LINK_LOCAL = "fe80:0000:0000:0000:0a00:27ff:fe00:0001"
 PLAIN_GIDS = [
@@ -28,10 +27,6 @@ PLAIN_GIDS = [
     [2, V4_10_11_0_72, "IB/RoCE v1", "ens1np0"],
     [3, V4_10_11_0_72, "RoCE v2", "ens1np0"],
 ]
-
-
-def fixture(name: str) -> dict:
-    return yaml.safe_load((FIXTURES / (name + ".yaml")).read_text(encoding="utf-8"))
 
 
 def read(tree: hardware_trees.HardwareTree) -> dict[str, dict]:
@@ -122,22 +117,18 @@ def test_infiniband_without_subnet_manager_is_not_usable(tmp_path, lid):
 
 # ---- recorded cases
 
-GID_TABLES = ["gid_plain_index3", "gid_sparse_table", "gid_starts_late", "gid_two_vlans_one_port", "gid_head4_worker3", "gid_ipv4_linklocal"]
-
 
 @pytest.mark.parametrize("empty_slots", ["missing", "directory"])
-@pytest.mark.parametrize("name", GID_TABLES)
+@pytest.mark.parametrize("name", recorded_hosts.GID_TABLES)
 def test_gid_tables(tmp_path, name, empty_slots):
     """The address that an index holds, and only routable RoCE v2 entries as fabrics: the right index is among them, link-local ones never."""
-    case = fixture(name)
+    case = recorded_hosts.load(name)
     wanted_network = case.get("fabric_cidr")
+    for hca in (hca for host in case["hosts"] for hca in host["hcas"]):
+        hca["empty_slots"] = empty_slots
+    hosts = recorded_hosts.gid_tables(case, tmp_path)
     for host in case["hosts"]:
-        tree = hardware_trees.HardwareTree(tmp_path / host["name"])
-        for hca in host["hcas"]:
-            values = {key: value for key, value in hca.items() if key not in ("dev", "port")}
-            tree.hca(hca["dev"], empty_slots=empty_slots, **values)
-            add_interfaces(tree, hca["gids"], wanted_network)
-        ports = read(tree)
+        ports = read(hosts[host["name"]].tree)
         for hca in host["hcas"]:
             port = ports[hca["dev"]]
             assert [gid["index"] for gid in port["gids"]] == sorted(entry[0] for entry in hca["gids"])
@@ -158,33 +149,17 @@ def test_gid_tables(tmp_path, name, empty_slots):
             assert got == case["expect"]["ipv4"][host["name"]]
 
 
-def add_interfaces(tree: hardware_trees.HardwareTree, gids: list, network_of_fabric: str | None) -> None:
-    """The interfaces that a GID table implies; prefix lengths are those of the fabric, else /24."""
-    prefix = (network_of_fabric or "/24").partition("/")[2]
-    for netdev in dict.fromkeys(entry[3] for entry in gids):
-        found = [ipaddress.IPv6Address(entry[1]) for entry in gids if entry[3] == netdev]
-        addresses = ["%s/%s" % (address.ipv4_mapped, prefix) for address in dict.fromkeys(found) if address.ipv4_mapped]
-        base, _dot, vlan = netdev.partition(".")
-        tree.interface(netdev, addresses, kind="vlan" if vlan else None, vlan=int(vlan) if vlan else None)
-
-
 def test_gid_two_vlans_have_fabrics_of_their_own(tmp_path):
-    case = fixture("gid_two_vlans_one_port")
-    hca = case["hosts"][0]["hcas"][0]
-    tree = hardware_trees.HardwareTree(tmp_path)
-    tree.hca("mlx5_0", gids=hca["gids"])
-    add_interfaces(tree, hca["gids"], "10.60.0.0/16")
-    assert read(tree)["mlx5_0"]["fabrics"] == ["roce:10.10.0.0/16", "roce:10.60.0.0/16@160"]
+    case = recorded_hosts.load("gid_two_vlans_one_port")
+    one = recorded_hosts.write("gid_two_vlans_one_port", tmp_path)[case["hosts"][0]["name"]]
+    assert read(one.tree)["mlx5_0"]["fabrics"] == ["roce:10.10.0.0/16", "roce:10.60.0.0/16@160"]
 
 
 def test_gid_drift_is_seen_at_the_next_read(tmp_path):
-    case = fixture("gid_drift_over_time")
+    case = recorded_hosts.load("gid_drift_over_time")
     right, networks = [], []
-    for number, table in enumerate(case["tables"]):
-        tree = hardware_trees.HardwareTree(tmp_path / str(number))
-        tree.hca(case["dev"], gids=table["gids"], netdevs=["ens1np0"])
-        tree.interface("ens1np0", ["10.70.0.5/24"])
-        port = read(tree)[case["dev"]]
+    for one in recorded_hosts.write("gid_drift_over_time", tmp_path).values():
+        port = read(one.tree)[case["dev"]]
         right += [gid["index"] for gid in port["gids"] if gid["network"] and gid["type"] == "RoCE v2"]
         networks.append(port["fabrics"])
     assert right == case["expect"]["right_gid_index"]
@@ -192,18 +167,11 @@ def test_gid_drift_is_seen_at_the_next_read(tmp_path):
 
 
 def test_bond_over_two_cards(tmp_path):
-    case = fixture("fabric_bond_over_two_cards")
-    tree = hardware_trees.HardwareTree(tmp_path)
-    address = "0000:0000:0000:0000:0000:ffff:0a50:0001"
-    for hca in case["hcas"]:
-        tree.pci(hca["pci"], driver="mlx5_core")
-        tree.hca(hca["dev"], pci=hca["pci"], netdevs=[hca["netdev"]], gids=[[3, address, "RoCE v2", hca["gid_ndev"]]])
-        tree.interface(hca["netdev"], pci=hca["pci"], master="bond0")
-    tree.interface("bond0", ["10.80.0.1/24"], kind="bond")
-    ports = read(tree)
+    case = recorded_hosts.load("fabric_bond_over_two_cards")
+    ports = read(recorded_hosts.write("fabric_bond_over_two_cards", tmp_path)["a"].tree)
     assert sorted(hca["netdev"] for hca in case["hcas"]) == sorted(case["bond0_slaves"])
     assert {gid["address"] for port in ports.values() for gid in port["gids"]} == {"10.80.0.1"}
-    assert case["expect"]["distinct_addresses"] == 1
+    assert case["expect"]["distinct_addresses"] == 1 and len(ports) == len(case["hcas"])
     for port in ports.values():
         assert not port["usable"]
         assert "bond0 is a bond over HCAs of two or more cards" in port["reasons"][0]
@@ -235,15 +203,8 @@ def test_bond_of_one_card_that_the_driver_has_not_joined(tmp_path):
 
 
 def test_mixed_infiniband_and_ethernet(tmp_path):
-    case = fixture("fabric_mixed_ib_and_ethernet")
-    tree = hardware_trees.HardwareTree(tmp_path)
-    for hca in case["hcas"]:
-        tree.pci(hca["pci"], driver="mlx5_core")
-        gids = [[0, hca["gid0"], "IB/RoCE v1", None]] if "gid0" in hca else []
-        values = {key: hca[key] for key in ("link_layer", "state", "rate", "lid", "sm_lid")}
-        tree.hca(hca["dev"], pci=hca["pci"], gids=gids, netdevs=[hca["netdev"]] if "netdev" in hca else [], **values)
-    tree.interface("ens4f0", ["10.0.0.4/24"])
-    ports = read(tree)
+    case = recorded_hosts.load("fabric_mixed_ib_and_ethernet")
+    ports = read(recorded_hosts.write("fabric_mixed_ib_and_ethernet", tmp_path)["a"].tree)
     infiniband = [name for name, port in ports.items() if port["usable"] and port["link_layer"] == "infiniband"]
     assert infiniband == case["expect"]["right_hcas"]
     assert {port["fabrics"][0] for port in ports.values() if port["transport"] == "ib"} == {"ib:fe80000000000000"}
@@ -252,15 +213,11 @@ def test_mixed_infiniband_and_ethernet(tmp_path):
 
 
 def test_openable_is_not_listed_in_sysfs(tmp_path):
-    case = fixture("fabric_unequal_hca_count")
+    case = recorded_hosts.load("fabric_unequal_hca_count")
+    hosts = recorded_hosts.write("fabric_unequal_hca_count", tmp_path)
     common = []
     for host in case["hosts"]:
-        tree = hardware_trees.HardwareTree(tmp_path / host["name"])
-        for number, device in enumerate(host["sysfs"]):
-            address = "0000:0000:0000:0000:0000:ffff:0a0b:00%02x" % (number + 1)
-            tree.hca(device, netdevs=["eth%d" % number], openable=device in host["openable"], gids=[[3, address, "RoCE v2", "eth%d" % number]])
-            tree.interface("eth%d" % number, ["10.11.0.%d/24" % (number + 1)])
-        ports = read(tree)
+        ports = read(hosts[host["name"]].tree)
         assert [name for name, port in ports.items() if port["usable"]] == host["openable"]
         assert [port["uverbs"] for port in ports.values() if port["uverbs"]] == host["uverbs"]
         common.append({name for name, port in ports.items() if port["usable"]})
@@ -271,21 +228,8 @@ def test_openable_is_not_listed_in_sysfs(tmp_path):
 
 
 def test_two_functions_of_one_card_stay_two(tmp_path):
-    case = fixture("topo_gb300_two_pfs_same_guid")
-    tree = hardware_trees.HardwareTree(tmp_path)
-    for number, hca in enumerate(case["hcas"]):
-        tree.pci(hca["pci"], driver="mlx5_core")
-        address = "0000:0000:0000:0000:0000:ffff:0a0b:00%02x" % (number + 1)
-        tree.hca(
-            hca["dev"],
-            pci=hca["pci"],
-            node_guid=hca["node_guid"],
-            sys_image_guid=hca["sys_image_guid"],
-            netdevs=["eth%d" % number],
-            gids=[[3, address, "RoCE v2", "eth%d" % number]],
-        )
-        tree.interface("eth%d" % number, ["10.11.0.%d/24" % (number + 1)], pci=hca["pci"])
-    ports = read(tree)
+    case = recorded_hosts.load("topo_gb300_two_pfs_same_guid")
+    ports = read(recorded_hosts.write("topo_gb300_two_pfs_same_guid", tmp_path)["a"].tree)
     assert dict(enumerate(ports)) == case["expect"]["rails"]
     assert all(port["usable"] for port in ports.values())
     assert ports["mlx5_0"]["sys_image_guid"] == ports["mlx5_1"]["sys_image_guid"]
@@ -293,20 +237,11 @@ def test_two_functions_of_one_card_stay_two(tmp_path):
 
 
 def test_ring_of_three_has_no_common_fabric(tmp_path):
-    case = fixture("spark_three_node_ring")
+    case = recorded_hosts.load("spark_three_node_ring")
+    hosts = recorded_hosts.write("spark_three_node_ring", tmp_path)
     found = {}
     for host in case["hosts"]:
-        tree = hardware_trees.HardwareTree(tmp_path / host["name"])
-        for device, netdev in case["hcas"].items():
-            bdf = "%04d:01:00.%d" % (2 if "P2" in device else 0, int(device[-1]))
-            cidr = host["addr"][netdev]
-            value = int(ipaddress.ip_interface(cidr).ip)
-            tree.pci(bdf, driver="mlx5_core")
-            gid = "0000:0000:0000:0000:0000:ffff:%04x:%04x" % (value >> 16, value & 0xFFFF)
-            tree.hca(device, pci=bdf, netdevs=[netdev], gids=[[3, gid, "RoCE v2", netdev]])
-            tree.interface(netdev, [cidr], pci=bdf)
-        tree.interface("enP7s7", list(host["mgmt"].values()))
-        ports = read(tree)
+        ports = read(hosts[host["name"]].tree)
         assert all(port["usable"] for port in ports.values())
         found[host["name"]] = {fabric for port in ports.values() for fabric in port["fabrics"]}
     assert set.intersection(*found.values()) == set(case["expect"]["subnet_common_to_all"])
@@ -315,11 +250,8 @@ def test_ring_of_three_has_no_common_fabric(tmp_path):
 
 
 def test_efa(tmp_path):
-    case = fixture("hca_efa")
-    tree = hardware_trees.HardwareTree(tmp_path)
-    for hca in case["hcas"]:
-        tree.pci(hca["pci"], driver=hca["driver"], vendor="0x1d0f")
-        tree.hca(hca["dev"], pci=hca["pci"], node_type=hca["node_type"], ports=hca["ports"])
+    case = recorded_hosts.load("hca_efa")
+    tree = recorded_hosts.write("hca_efa", tmp_path)["a"].tree
     for port in read(tree).values():
         assert port["transport"] == case["expect"]["transport"]
         assert not port["usable"] and "aws-ofi-nccl" in port["reasons"][0]
@@ -327,14 +259,11 @@ def test_efa(tmp_path):
 
 
 def test_twelve_devices_keep_their_order(tmp_path):
-    case = fixture("hca_prefix_collision")
-    tree = hardware_trees.HardwareTree(tmp_path)
-    for device in case["devices"]:
-        tree.hca(device)
-    assert list(read(tree)) == case["devices"]
+    tree = recorded_hosts.write("hca_prefix_collision", tmp_path)["a"].tree
+    assert list(read(tree)) == recorded_hosts.load("hca_prefix_collision")["devices"]
 
 
-STRINGS = fixture("hca_sysfs_strings")
+STRINGS = recorded_hosts.load("hca_sysfs_strings")
 
 
 @pytest.mark.parametrize(("text", "rate"), STRINGS["rate"])

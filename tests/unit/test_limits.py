@@ -5,19 +5,17 @@
 
 from __future__ import annotations
 
-import pathlib
 import resource
 
 import hardware_trees
 import pytest
-import yaml
+import recorded_hosts
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ansible_collections.rankzero.inference.plugins.module_utils import limits
 
-FIXTURES = pathlib.Path(__file__).parent.parent / "fixtures" / "hardware"
-CASES = yaml.safe_load((FIXTURES / "limits_kho_cma.yaml").read_text(encoding="utf-8"))["cases"]
+CASES = recorded_hosts.load("limits_kho_cma")["cases"]
 RDMA_NEEDS = 1 << 30
 
 
@@ -27,11 +25,7 @@ def read(tree: hardware_trees.HardwareTree, manager: str | None = "supervisor", 
 
 @pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])
 def test_memlock_and_the_kernel_fault_are_told_apart(tmp_path, case):
-    tree = hardware_trees.HardwareTree(tmp_path)
-    tree.process_limits(case["memlock"])
-    tree.meminfo(**case["meminfo_kb"])
-    tree.proc_file("sys/kernel/osrelease", case["kernel"])
-    found = read(tree)
+    found = read(recorded_hosts.write("limits_kho_cma", tmp_path)[case["name"]].tree)
     assert found["memlock_bytes"] == case["memlock"]
     assert (found["memlock_bytes"] == "unlimited" or found["memlock_bytes"] >= RDMA_NEEDS) is case["expect"]["memlock_ok"]
     assert found["kho_cma_suspect"] is case["expect"]["kho_cma_suspect"]

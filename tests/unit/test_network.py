@@ -15,17 +15,11 @@ import time
 
 import hardware_trees
 import pytest
-import yaml
+import recorded_hosts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ansible_collections.rankzero.inference.plugins.module_utils import network
-
-FIXTURES = pathlib.Path(__file__).parent.parent / "fixtures" / "hardware"
-
-
-def fixture(name: str) -> dict:
-    return yaml.safe_load((FIXTURES / (name + ".yaml")).read_text(encoding="utf-8"))
 
 
 def read(tree: hardware_trees.HardwareTree, resolved: list[str] | None = None) -> dict:
@@ -130,12 +124,8 @@ def test_this_machine():
 
 
 def test_hostname_that_resolves_to_loopback(tmp_path):
-    case = fixture("iface_hostname_loopback")
-    tree = hardware_trees.HardwareTree(tmp_path)
-    for interface in case["interfaces"]:
-        if interface.get("kind") != "rdma only":
-            tree.interface(interface["name"], interface["ipv4"], link_type="loopback" if interface["name"] == "lo" else "ether")
-    tree.route("10.20.0.0/24", "ens5")
+    case = recorded_hosts.load("iface_hostname_loopback")
+    tree = recorded_hosts.write("iface_hostname_loopback", tmp_path)[case["hostname"]].tree
     facts = read(tree, [case["etc_hosts"][case["hostname"]]])
     assert facts["hostname_resolves_to"] == ["127.0.0.1"]
     holders = [interface["name"] for interface in facts["interfaces"] if case["expect"]["host_ip"] + "/24" in interface["addresses"]]
@@ -144,25 +134,8 @@ def test_hostname_that_resolves_to_loopback(tmp_path):
 
 
 def test_virtual_functions_without_address(tmp_path):
-    case = fixture("iface_sriov_vfs_without_address")
-    tree = hardware_trees.HardwareTree(tmp_path)
-    functions: dict[str, str] = {}
-    for number, interface in enumerate(case["interfaces"]):
-        bdf = "0000:5a:%02x.%d" % divmod(number, 8)
-        physfn = functions.get(interface.get("physfn"))
-        if interface["name"] != "cilium_host":
-            tree.pci(bdf, driver="mlx5_core", physfn=physfn)
-            functions[interface["name"]] = bdf
-        tree.interface(
-            interface["name"],
-            interface["ipv4"],
-            pci=functions.get(interface["name"]),
-            up=interface.get("up", True),
-            kind="veth" if interface["name"] == "cilium_host" else None,
-            link_type=interface.get("type", "ether"),
-        )
-        if interface.get("default_route"):
-            tree.route("default", interface["name"], gateway="10.40.0.88")
+    case = recorded_hosts.load("iface_sriov_vfs_without_address")
+    tree = recorded_hosts.write("iface_sriov_vfs_without_address", tmp_path)["host"].tree
     facts = read(tree)
     found = {interface["name"]: interface for interface in facts["interfaces"]}
     assert facts["default_route"] == {"interface": case["expect"]["management"], "gateway": "10.40.0.88"}
@@ -173,18 +146,8 @@ def test_virtual_functions_without_address(tmp_path):
 
 
 def test_link_local_and_ipoib(tmp_path):
-    case = fixture("iface_linklocal_and_ipoib")
-    tree = hardware_trees.HardwareTree(tmp_path)
-    for interface in case["interfaces"]:
-        tree.interface(
-            interface["name"],
-            interface["ipv4"],
-            up=interface.get("up", True),
-            link_type=interface.get("type", "ether"),
-            kind="bridge" if interface["name"] == "docker0" else None,
-        )
-        if interface.get("default_route"):
-            tree.route("default", interface["name"], gateway="10.50.1.1")
+    case = recorded_hosts.load("iface_linklocal_and_ipoib")
+    tree = recorded_hosts.write("iface_linklocal_and_ipoib", tmp_path)["host"].tree
     facts = read(tree)
     assert facts["default_route"]["interface"] == case["expect"]["management"]
     found = {interface["name"]: interface for interface in facts["interfaces"]}
@@ -194,11 +157,7 @@ def test_link_local_and_ipoib(tmp_path):
 
 
 def test_vlans_and_bond_by_what_the_kernel_says_not_by_name(tmp_path):
-    case = fixture("iface_vlan_prefix")
-    tree = hardware_trees.HardwareTree(tmp_path)
-    for name in case["devices"]:
-        vlan = int(name.rpartition(".")[2]) if "." in name else None
-        tree.interface(name, kind="vlan" if vlan else "bond" if name == "bond0" else None, vlan=vlan, master="bond0" if name == "eth0" else None)
+    tree = recorded_hosts.write("iface_vlan_prefix", tmp_path)["host"].tree
     found = {interface["name"]: interface for interface in read(tree)["interfaces"]}
     assert {name: (interface["kind"], interface["vlan"]) for name, interface in found.items()} == {
         "bond0": ("bond", None),

@@ -21,13 +21,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import yaml
+import recorded_hosts
 
 from ansible_collections.rankzero.inference.plugins.module_utils import nvidia
 
 TESTS = pathlib.Path(__file__).resolve().parent.parent
 COLLECTIONS = pathlib.Path(nvidia.__file__).parents[5]
-FIXTURES = TESTS / "fixtures" / "hardware"
 EXAMPLES = TESTS / "fake_nvml" / "examples"
 MIB = 1 << 20
 UUID = "GPU-11111111-1111-4111-8111-00000000000{}"
@@ -69,6 +68,12 @@ class Machine:
         self.environment: dict[str, str] = {}
         self.python = [sys.executable]
 
+    def take(self, one: recorded_hosts.Recorded) -> str | None:
+        """Be this recorded host; the state of its driver."""
+        self.proc, self.sys = one.tree.proc, one.tree.sysfs
+        self.library = self.library if one.library else None
+        return one.nvml
+
     def file(self, name: str, text: str) -> None:
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -107,10 +112,6 @@ def machine(tmp_path: pathlib.Path, library: pathlib.Path) -> Machine:
     return Machine(tmp_path, library)
 
 
-def fixture(name: str) -> Any:
-    return yaml.safe_load((FIXTURES / f"{name}.yaml").read_text(encoding="utf-8"))
-
-
 def example(name: str) -> str:
     return (EXAMPLES / f"{name}.state").read_text(encoding="ascii")
 
@@ -120,25 +121,8 @@ def gpu_lines(addresses: list[str]) -> str:
     return "".join(f"gpu {index} pci={address} uuid={UUID.format(index)} total=81559 reserved=551\n" for index, address in enumerate(addresses))
 
 
-def error_name(text: str) -> str:
-    """`NVMLError_GpuIsLost` as the state file spells it: `GPU_IS_LOST`."""
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", text.removeprefix("NVMLError_")).upper()
-
-
 def by_uuid(facts: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {gpu["uuid"]: gpu for gpu in facts["gpus"]}
-
-
-def parsed_handles(handles: dict[int, Any]) -> tuple[str, list[str]]:
-    """State lines for a fixture's `handles`, and the addresses that answer. A refused one stands at an address of its own."""
-    lines, addresses = "", []
-    for index, value in handles.items():
-        if isinstance(value, str):
-            lines += f"gpu {index} pci={value}\n"
-            addresses.append(value)
-        else:
-            lines += f"gpu {index} pci=00000000:38:00.0\nerror nvmlDeviceGetHandleBy* {error_name(value['raises'])} gpu={index}\n"
-    return lines, addresses
 
 
 # What needs no bus and one line of state: all of it is read in one process.
@@ -216,12 +200,11 @@ def alone(tmp_path_factory: pytest.TempPathFactory, library: pathlib.Path) -> di
 
 class TestFixtures:
     def test_gb10_unified(self, machine: Machine) -> None:
-        facts = fixture("nvml_gb10_unified")
+        facts = recorded_hosts.load("nvml_gb10_unified")
         gpu, serving = facts["gpus"][0], facts["serving"]
-        line = f'gpu 0 name="{gpu["name"]}" pci={gpu["bus_id"]} uuid={gpu["uuid"]} cc=12.1 memory=unsupported mig=unsupported\n'
         held = serving["compute_list"][gpu["uuid"]][0]
-        machine.meminfo(facts["meminfo_kb"]["MemTotal"])
-        idle, busy = machine.ask(line, line + f"proc gpu=0 pid={held['pid']} mib={held['used']}B\n")
+        hosts = recorded_hosts.write("nvml_gb10_unified", machine.folder)
+        idle, busy = (machine.ask(machine.take(hosts[name]))[0] for name in ("idle", "serving"))
         memory = idle["read"]["gpus"][0]["memory"]
         assert memory == {
             "model": "unified",
@@ -237,16 +220,9 @@ class TestFixtures:
         assert busy["processes"]["gpus"][0]["memory"] == memory
 
     def test_gb200_cliques(self, machine: Machine) -> None:
-        facts = fixture("nvml_gb200_nvl_clique")
-        states = {2: "in_progress", 3: "completed"}
-        results = machine.ask(
-            *(
-                f"gpu 0-{host['gpus'] - 1} uuid=GPU-{host['name']}-%d fabric={states[host['state']]} fabric_status={host['status']} "
-                f"cluster={host['cluster_uuid']} "
-                f"clique={host['clique_id']} health_summary={host['health_summary']} chassis={host['chassis']} slot={host['slot']} tray={host['tray']}\n"
-                for host in facts["hosts"]
-            )
-        )
+        facts = recorded_hosts.load("nvml_gb200_nvl_clique")
+        hosts = recorded_hosts.write("nvml_gb200_nvl_clique", machine.folder)
+        results = [machine.ask(machine.take(hosts[host["name"]]))[0] for host in facts["hosts"]]
         domains: dict[tuple[str, int], list[str]] = {}
         waiting = []
         for host, result in zip(facts["hosts"], results):
@@ -265,9 +241,8 @@ class TestFixtures:
         assert waiting == facts["expect"]["not_ready"]
 
     def test_gb300_bus_ids(self, machine: Machine) -> None:
-        facts = fixture("nvml_gb300_bus_ids")
-        machine.pci(*(gpu["sysfs"] for gpu in facts["gpus"]), numa=1)
-        seen = machine.read("".join(f"gpu {g['index']} pci={g['bus_id']} minor={g['minor']} module={g['module_id']}\n" for g in facts["gpus"]))
+        facts = recorded_hosts.load("nvml_gb300_bus_ids")
+        seen = machine.read(machine.take(recorded_hosts.write("nvml_gb300_bus_ids", machine.folder)["host"]))
         assert [gpu["pci_bdf"] for gpu in seen["gpus"]] == [gpu["sysfs"] for gpu in facts["gpus"]]
         assert [gpu["index"] for gpu in seen["gpus"]] == facts["expect"]["order"]
         assert [gpu["vendor_data"]["module_id"] for gpu in seen["gpus"]] == [gpu["module_id"] for gpu in facts["gpus"]]
@@ -275,13 +250,9 @@ class TestFixtures:
         assert seen["drivers_nvidia"]["state"] == "ok"
 
     def test_hgx_zero_cluster_uuid(self, machine: Machine) -> None:
-        facts = fixture("nvml_hgx_zero_cluster_uuid")
-        lines = "".join(
-            f'gpu {g["minor"]} name="{g["name"]}" pci={g["bus_id"]} module={g["module_id"]} total={g["memory_mib"]["total"]} '
-            f"reserved={g['memory_mib']['reserved']} used={g['memory_mib']['used']} fabric=completed cluster={g['fabric']['cluster_uuid']}\n"
-            for g in facts["gpus"]
-        )
-        new, old = machine.ask(lines, lines + "error nvmlDeviceGetMemoryInfo_v2 FUNCTION_NOT_FOUND\n")
+        facts = recorded_hosts.load("nvml_hgx_zero_cluster_uuid")
+        hosts = recorded_hosts.write("nvml_hgx_zero_cluster_uuid", machine.folder)
+        new, old = (machine.ask(machine.take(hosts[name]))[0] for name in ("new", "old"))
         for gpu in new["read"]["gpus"]:
             assert gpu["interconnect_domain"] == {"kind": "nvlink", "id": None, "clique": None, "state": "completed", "health": "unknown"}
             assert gpu["memory"] == {
@@ -295,18 +266,9 @@ class TestFixtures:
             assert (gpu["memory"]["used_mib"], gpu["memory"]["reserved_mib"]) == (facts["expect"]["v1_used_mib_idle"], None)
             assert gpu["errors"]["nvmlDeviceGetMemoryInfo_v2"] == "Function Not Found"
 
-    @pytest.mark.parametrize("case", fixture("nvml_init_failures")["cases"], ids=lambda case: case["verdict"])
+    @pytest.mark.parametrize("case", recorded_hosts.load("nvml_init_failures")["cases"], ids=lambda case: case["verdict"])
     def test_init_failures(self, machine: Machine, case: dict[str, Any]) -> None:
-        machine.pci(*case["pci_nvidia"])
-        if case.get("inside_container"):
-            machine.file("proc/1/cgroup", "0::/docker/0123\n")
-        state: str | None = "empty ok\n"
-        if case["init"] != "ok":
-            name = error_name(case["init"]["raises"])
-            state = None if name == "DRIVER_NOT_LOADED" else f"gpu 0\nerror nvmlInit* {name}\n"
-            if name == "LIBRARY_NOT_FOUND":
-                machine.library = None
-        both = machine.ask(state)[0]
+        both = machine.ask(machine.take(recorded_hosts.write("nvml_init_failures", machine.folder)[case["verdict"]]))[0]
         seen = both["read"]
         verdict = {"driver_missing": "library_missing", "gpus_bound_elsewhere_or_fallen": "gpus_missing"}.get(case["verdict"], case["verdict"])
         assert seen["drivers_nvidia"]["state"] == verdict, seen["drivers_nvidia"]
@@ -320,12 +282,11 @@ class TestFixtures:
             assert seen["drivers_nvidia"]["message"] and seen["drivers_nvidia"]["hint"] and "\n" not in seen["drivers_nvidia"]["hint"]
             assert both["processes"]["state"] == verdict and both["processes"]["gpus"] == []
 
-    @pytest.mark.parametrize("variant", fixture("nvml_lost_gpu")["variants"], ids=lambda variant: variant["name"])
+    @pytest.mark.parametrize("variant", recorded_hosts.load("nvml_lost_gpu")["variants"], ids=lambda variant: variant["name"])
     def test_lost_gpu(self, machine: Machine, variant: dict[str, Any]) -> None:
-        facts = fixture("nvml_lost_gpu")
-        machine.pci(*facts["lspci"])
-        lines, answering = parsed_handles(variant["handles"])
-        seen = machine.read(lines)
+        facts = recorded_hosts.load("nvml_lost_gpu")
+        seen = machine.read(machine.take(recorded_hosts.write("nvml_lost_gpu", machine.folder)[variant["name"]]))
+        answering = [value for value in variant["handles"].values() if isinstance(value, str)]
         healthy = [gpu for gpu in seen["gpus"] if gpu["health"]["state"] == "ok"]
         missing = [gpu for gpu in seen["gpus"] if gpu["health"]["state"] != "ok"]
         assert [gpu["pci_bdf"] for gpu in healthy] == [nvidia.parse_address(address) for address in answering]
@@ -337,23 +298,19 @@ class TestFixtures:
         assert missing[0]["index"] == (None if variant["name"] == "count_drops" else 1)
 
     def test_mig_pending(self, machine: Machine) -> None:
-        facts = fixture("nvml_mig_pending")
-        lines = ""
-        for gpu in facts["gpus"]:
-            mode = gpu["mig_mode"]
-            lines += f"gpu {gpu['index']} " + (f"mig={mode[0]} mig_pending={mode[1]}\n" if isinstance(mode, list) else "mig=unsupported\n")
-        seen = machine.read(lines)["gpus"]
+        facts = recorded_hosts.load("nvml_mig_pending")
+        seen = machine.read(machine.take(recorded_hosts.write("nvml_mig_pending", machine.folder)["host"]))["gpus"]
         assert [gpu["index"] for gpu in seen if not gpu["partition"]["mode_current"]] == facts["expect"]["whole_now"]
         assert [gpu["index"] for gpu in seen if gpu["health"]["state"] == "warning"] == facts["expect"]["warn"]
         assert seen[2]["partition"]["mode_current"] is None and seen[2]["errors"]["nvmlDeviceGetMigMode"] == "Not Supported"
 
     @pytest.mark.parametrize("with_bus", [False, True])
     def test_no_permission_index(self, machine: Machine, with_bus: bool) -> None:
-        facts = fixture("nvml_no_permission_index")
-        lines = "".join(f"gpu {index} pci={value}\n" if isinstance(value, str) else f"gpu {index} denied=1\n" for index, value in facts["handles"].items())
+        facts = recorded_hosts.load("nvml_no_permission_index")
+        state = machine.take(recorded_hosts.write("nvml_no_permission_index", machine.folder)["host"])
         if with_bus:
             machine.pci("0000:10:00.0", "0000:3b:00.0", "0000:92:00.0", "0000:d8:00.0")
-        both = machine.ask(lines)[0]
+        both = machine.ask(state)[0]
         seen = both["read"]
         assert [gpu["index"] for gpu in seen["gpus"] if gpu["health"]["state"] == "ok"] == facts["expect"]["usable_indices"]
         assert [gpu["index"] for gpu in seen["gpus"]] == [0, 1, 2, 3]
@@ -363,42 +320,23 @@ class TestFixtures:
         assert both["processes"]["state"] == "ok"
 
     def test_orphans_after_kill(self, machine: Machine) -> None:
-        facts = fixture("proc_orphans_after_kill")
-        lines = "gpu 0-1 uuid=GPU-%d\n"
-        for gpu, rows in facts["host_view"].items():
-            for row in rows:
-                lines += f"proc gpu={gpu[-1]} pid={row['pid']} mib={row['used']}B\n"
-                machine.file(f"proc/{row['pid']}/comm", row["comm"] + "\n")
-                machine.file(f"proc/{row['pid']}/stat", f"{row['pid']} ({row['comm']}) S 1 {row['pid']} {row['pid']} " + "0 " * 15 + "100 0\n")
-                machine.file(f"proc/{row['pid']}/cgroup", "0::/user.slice\n")
-        seen = machine.read(lines)
+        facts = recorded_hosts.load("proc_orphans_after_kill")
+        seen = machine.read(machine.take(recorded_hosts.write("proc_orphans_after_kill", machine.folder)["host"]))
         orphans = [row for gpu in seen["gpus"] for row in gpu["processes"] if row["shard"] is None]
         assert [row["pid"] for row in orphans] == facts["expect"]["orphans"]
         assert [row["name"] for row in orphans] == ["VLLM::EngineCor", "VLLM::Worker_TP"]
         assert [gpu["memory"]["unattributed_mib"] for gpu in seen["gpus"]] == [0, 0]
 
     def test_partial_shard(self, machine: Machine) -> None:
-        facts = fixture("proc_partial_shard")
-        lines = "gpu 0-3 uuid=GPU-%d\n"
-        for gpu, rows in facts["host_view"].items():
-            lines += "".join(f"proc gpu={gpu[-1]} pid={row['pid']} mib={row['used']}B\n" for row in rows)
-        for pid in facts["shard_pids"]:
-            machine.file(f"proc/{pid}/stat", f"{pid} (python) S 1 {pid} {pid} " + "0 " * 15 + "100 0\n")
-            (machine.proc / str(pid) / "environ").write_bytes(b"RANKZERO_SHARD=glm/0/run\0")
-        both = machine.ask(lines)[0]
+        facts = recorded_hosts.load("proc_partial_shard")
+        both = machine.ask(machine.take(recorded_hosts.write("proc_partial_shard", machine.folder)["host"]))[0]
         holds = {gpu["uuid"] for gpu in both["read"]["gpus"] if any(row["shard"] == "glm/0" and row["used_mib"] > 2048 for row in gpu["processes"])}
         assert [gpu for gpu in facts["assigned"] if gpu not in holds] == facts["expect"]["missing"]
         assert [(row["pid"], row["used_mib"]) for row in both["processes"]["gpus"][2]["processes"]] == [(7001, 500), (7003, 57344)]
 
     def test_pid_namespaces(self, machine: Machine) -> None:
-        facts = fixture("proc_pid_namespaces")
-        lines = "gpu 0-1 uuid=GPU-%d\n"
-        for gpu, rows in facts["host_view"].items():
-            lines += "".join(f"proc gpu={gpu[-1]} pid={row['pid']} mib={row['used']}B\n" for row in rows)
-        for pid, group in facts["cgroup"].items():
-            machine.file(f"proc/{pid}/cgroup", f"0::/system.slice/inference-{group}.service\n" if group == "replica-a" else f"0::/docker/{group}\n")
-            machine.file(f"proc/{pid}/stat", f"{pid} (python) S 1 {pid} {pid} " + "0 " * 15 + "100 0\n")
-        seen = by_uuid(machine.read(lines))
+        facts = recorded_hosts.load("proc_pid_namespaces")
+        seen = by_uuid(machine.read(machine.take(recorded_hosts.write("proc_pid_namespaces", machine.folder)["host"])))
         assert [uuid for uuid, gpu in seen.items() if any(row["shard"] == "replica-a/?" for row in gpu["processes"])] == facts["expect"]["replica_a_holds"]
         assert {uuid: pids for uuid, gpu in seen.items() if (pids := [row["pid"] for row in gpu["processes"] if row["shard"] is None])} == facts["expect"][
             "foreign"

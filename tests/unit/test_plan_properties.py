@@ -77,7 +77,12 @@ def rack(number: int) -> dict[str, Any]:
     ]
     found["gpus"][0]["memory"] = {"model": "coherent", "total_mib": 81559, "used_mib": 3000, "reserved_mib": 551, "unattributed_mib": 3000}
     found["topology"]["gpu_hca"] = {gpu["uuid"]: {"mlx5_0": "PIX", "mlx5_1": "SYS"} for gpu in found["gpus"]}
-    found["limits"]["imex"] = {"service": "running", "channels": [0], "nodes": ["10.0.0.1", "10.0.0.2"], "domain": {"status": "up", "ready": True, "nodes": nodes}}
+    found["limits"]["imex"] = {
+        "service": "running",
+        "channels": [0],
+        "nodes": ["10.0.0.1", "10.0.0.2"],
+        "domain": {"status": "up", "ready": True, "nodes": nodes},
+    }
     found["limits"]["nccl_conf"] = {"/etc/nccl.conf": {"NCCL_IB_TIMEOUT": "22"}}
     found["interfaces"].append({"name": "eno9", "kind": "physical", "up": True, "carrier": True, "addresses": [f"10.0.0.{number + 50}/24"], "master": None})
     return found

@@ -18,11 +18,10 @@ import time
 from collections.abc import Iterator
 
 import pytest
-import yaml
+import recorded_hosts
 
 from ansible_collections.rankzero.inference.plugins.module_utils import processes
 
-FIXTURES = pathlib.Path(__file__).resolve().parent.parent / "fixtures" / "hardware"
 REPLICA = f"replica{os.getpid()}"
 
 # What setproctitle does to the memory behind /proc/PID/environ: the variables stay inherited and are no longer seen.
@@ -226,10 +225,9 @@ class TestTrees:
 
     def test_namespaces_fixture(self, tmp_path: pathlib.Path) -> None:
         """proc_pid_namespaces: from the host, host pids map to their replica; another container's pid is nobody's."""
-        facts = yaml.safe_load((FIXTURES / "proc_pid_namespaces.yaml").read_text(encoding="utf-8"))
-        for pid, group in facts["cgroup"].items():
-            entry(tmp_path, pid, cgroup=f"0::/system.slice/inference-{group}.service" if group.startswith("replica") else f"0::/docker/{group}")
-        ours = set(processes.shard_pids("replica-a", 0, str(tmp_path)))
+        facts = recorded_hosts.load("proc_pid_namespaces")
+        one = recorded_hosts.write("proc_pid_namespaces", tmp_path)["host"]
+        ours = set(processes.shard_pids("replica-a", 0, str(one.tree.proc)))
         holds = [gpu for gpu, rows in facts["host_view"].items() if any(row["pid"] in ours for row in rows)]
         foreign = {gpu: [row["pid"] for row in rows if row["pid"] not in ours] for gpu, rows in facts["host_view"].items()}
         assert holds == facts["expect"]["replica_a_holds"]
