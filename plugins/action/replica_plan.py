@@ -166,6 +166,7 @@ class ActionModule(ActionBase):
             address=hostvars.text(variables.get("replica_address")),
             management=hostvars.text(variables.get("replica_management")),
             rank=hostvars.plain(variables.get("replica_rank")),
+            groups=tuple(str(name) for name in variables.get("group_names") or ()),
             sysfs_root=hostvars.text(variables.get("replica_sysfs_root")) or "/sys",
         )
 

@@ -116,6 +116,30 @@ class Definition:
         return bool(self.selector.hcas) or any(selector.hcas for _pattern, selector in self.by_host)
 
 
+def for_hosts(named: t.Mapping[str, t.Any], groups: t.Mapping[str, t.Sequence[str]], findings: Findings) -> dict[str, t.Any]:
+    """C(replica_fabrics) with the inventory groups in its C(hosts) written out as their hosts. C(groups): host -> the groups that it is in.
+
+    A name counts as a group where no host has it. An entry of a host's own comes before its groups'; two groups with a host in common are a fault.
+    """
+    result = dict(named)
+    known = {group for member in groups.values() for group in member} - set(groups)
+    for name, data in named.items():
+        entries = data.get("hosts") if isinstance(data, t.Mapping) else None
+        if not isinstance(entries, t.Mapping) or not known & set(map(str, entries)):
+            continue
+        written = {str(pattern): fields for pattern, fields in entries.items() if str(pattern) not in known}
+        for host, member in groups.items():
+            own = sorted(set(member) & set(map(str, entries)) & known)
+            if len(own) > 1:
+                findings.fault(
+                    "replica_fabrics.%s.hosts" % name, "the groups %s" % " and ".join(own), "one entry that fits this host", "Name the host itself.", host=host
+                )
+            elif own and host not in written:
+                written[host] = entries[own[0]]
+        result[name] = {**data, "hosts": written}
+    return result
+
+
 def parse(name: str, data: t.Any, findings: Findings) -> Definition | None:
     """Read one entry of C(replica_fabrics) field by field; every field that is wrong or unknown is a fault."""
     where = "replica_fabrics.%s" % name

@@ -105,6 +105,12 @@ def _whole(low: int = 0, high: int = 2**63) -> Check:
     return check
 
 
+def _memlock(value: t.Any, key: Key, report: Report) -> int | None:
+    """C(unlimited) is as much as there can be."""
+    found: int | None = 2**70 if value == "unlimited" else _whole(0, 2**70)(value, key, report)
+    return found
+
+
 def _number(value: t.Any, key: Key, report: Report) -> float | None:
     if value is None:
         return None
@@ -343,7 +349,9 @@ _LOCK = {"owner": _text, "who": _text, "since": _text, "until": _text, "live": _
 _IMEX_DOMAIN = {"status": _text, "nodes": _list(_mapping({"host": _text}))}
 _FACTS = _empty(
     {
-        "host": _empty({"service_manager": _text, "supervisord": _text, "user": _text, "python": _empty({"executable": _text})}),
+        "host": _empty(
+            {"memory_available_mib": _number, "service_manager": _text, "supervisord": _text, "user": _text, "python": _empty({"executable": _text})}
+        ),
         "gpus": _list(_mapping(_GPU)),
         "topology": _empty({"gpu_hca": _table(_table(_text))}),
         "hcas": _list(_mapping(_HCA)),
@@ -351,7 +359,15 @@ _FACTS = _empty(
         "routes": _list(_mapping(_ROUTE), absent=None),
         "default_route": _mapping({"interface": _text, "gateway": _text}),
         "hostname_resolves_to": _list(_text),
-        "limits": _empty({"ephemeral_ports": _list(_whole(0, 65535)), "imex": _empty({"domain": _mapping(_IMEX_DOMAIN)})}),
+        "limits": _empty(
+            {
+                "memlock_bytes": _memlock,
+                "kho_cma_suspect": _flag,
+                "shm": _mapping({"size_mib": _number}),
+                "ephemeral_ports": _list(_whole(0, 65535)),
+                "imex": _empty({"domain": _mapping(_IMEX_DOMAIN)}),
+            }
+        ),
         "drivers": _table(_mapping({"state": _text, "message": _text, "hint": _text, "driver": _text})),
         "engines": _table(_list(_mapping(_BUILD))),
         "models": _table(_mapping(_MODEL)),

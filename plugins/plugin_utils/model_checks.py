@@ -276,6 +276,22 @@ def _check_memory(ranks: t.Sequence[Rank], profile: Profile, engine: Engine, fin
                     host=one.host.name,
                     rank=one.rank,
                 )
+            elif gpu["memory"]["model"] == "unified" and not any(process["shard"] for process in gpu["processes"]):
+                _check_available(one, gpu, least, findings)
+
+
+def _check_available(one: Rank, gpu: t.Mapping[str, t.Any], least: memory_fit.Need, findings: Findings) -> None:
+    """A GPU without memory of its own shares the host's with everything that runs there, and a host that runs out of it stops answering."""
+    available = one.facts["host"]["memory_available_mib"]
+    if available is not None and least.total > available:
+        findings.warn(
+            "host.memory_available_mib",
+            "GPU %s shares the host's memory, of which %d MiB are available" % (gpu.get("index"), available),
+            "at least %s" % least.text(),
+            "Stop what else uses the host's memory, or take another host.",
+            host=one.host.name,
+            rank=one.rank,
+        )
 
 
 def _least(one: Rank, config: t.Mapping[str, t.Any], profile: Profile, engine: Engine) -> memory_fit.Need:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import typing as t
 
-from ansible_collections.rankzero.inference.plugins.plugin_utils import addressing, host_facts
+from ansible_collections.rankzero.inference.plugins.plugin_utils import addressing, host_facts, limit_checks
 from ansible_collections.rankzero.inference.plugins.plugin_utils.tables import table
 
 Facts = t.Mapping[str, t.Any]
@@ -131,12 +131,9 @@ def _gpu_conditions(facts: Facts) -> list[str]:
 
 
 def _limit_conditions(facts: Facts) -> list[str]:
-    limits, found = facts["limits"], []
-    if limits.get("kho_cma_suspect"):
-        found.append("CmaFree exceeds CmaTotal: RDMA registration fails on this kernel whatever memlock says (NV-Kernels#591); boot with kho=off")
-    shm = limits.get("shm")
-    if shm and facts["gpus"] and (shm.get("size_mib") or 0) < 1024:
-        found.append("/dev/shm has %s MiB: NCCL wants 1 GiB for each rank" % shm.get("size_mib"))
+    limits = facts["limits"]
+    found = [trouble.text() for trouble in limit_checks.of_verbs(facts)] if facts["hcas"] else []
+    found += [trouble.text() for trouble in limit_checks.of_memory(facts)] if facts["gpus"] else []
     for path, variables in sorted((limits.get("nccl_conf") or {}).items()):
         if variables:
             found.append("%s sets %s" % (path, ", ".join("%s=%s" % item for item in sorted(variables.items()))))

@@ -18,8 +18,10 @@ from ansible_collections.rankzero.inference.plugins.plugin_utils import (
     engines,
     environment,
     fabric,
+    fabric_names,
     gids,
     host_facts,
+    limit_checks,
     model_checks,
     nccl,
     placement,
@@ -55,6 +57,7 @@ class HostInput:
     address: str | None = None
     management: str | None = None
     rank: t.Any = None
+    groups: tuple[str, ...] = ()
     sysfs_root: str = "/sys"
 
 
@@ -269,6 +272,7 @@ def _plan_hosts(
 ) -> dict[str, t.Any]:
     """Place the ranks, then everything that depends on where they are."""
     known = [host for host in request.hosts if host.name in facts]
+    options = dataclasses.replace(options, fabrics=fabric_names.for_hosts(options.fabrics, {host.name: host.groups for host in request.hosts}, findings))
     candidates = [placement.examine(host.name, facts[host.name], profile, replica, _stated_rank(host, findings)) for host in known]
     placed = None
     if len(known) >= profile.nodes or len(known) == len(request.hosts):  # else the hosts without facts are why there are too few
@@ -284,6 +288,7 @@ def _plan_hosts(
     model_checks.check(ranks, profile, engine, findings)
     _check_service(ranks, findings)
     choice = _choose_fabric(ranks, profile, engine, options, findings)
+    _check_limits(ranks, findings)
     leader_port = ports.choose_leader_port(ranks, options.leader_port, options.http_port, replica, profile.nodes, findings, engine.leader_ports(profile))
     run_ports = ports.run_ports(leader_port, profile.nodes, engine.leader_ports(profile))
     tie_port = ports.choose_tie_port(ranks, options.tie_port, {options.http_port, *run_ports}, replica, findings)
@@ -546,6 +551,14 @@ def _choose_fabric(ranks: list[Rank], profile: Profile, engine: Engine, options:
     if choice.nvlink and len(ranks) > 1:
         _check_nvlink(ranks, options, findings)
     return choice
+
+
+def _check_limits(ranks: t.Sequence[Rank], findings: Findings) -> None:
+    for one in ranks:
+        troubles = list(limit_checks.of_verbs(one.facts)) if any(port.get("transport") != "efa" for port in one.ports) else []
+        troubles += list(limit_checks.of_memory(one.facts)) if len(one.gpus) > 1 else []
+        for trouble in troubles:
+            findings.warn(trouble.field, trouble.seen, trouble.wanted, trouble.hint + ".", host=one.host.name, rank=one.rank)
 
 
 def nvlink_problem(ranks: t.Sequence[Rank], wanted: str | None) -> str | None:

@@ -750,6 +750,22 @@ def test_the_expected_memory() -> None:
     assert len(good(pool, profile(allow_memory_overcommit=True))["warnings"]) == 16, "let through by the operator, and said"
 
 
+def test_a_unified_gpu_shares_what_its_host_has_available() -> None:
+    def warned(available: int | None, **more: Any) -> list[str]:
+        memory = {"model": "unified", "total_mib": 124610, "used_mib": None, "reserved_mib": None, "unattributed_mib": None}
+        found = node(1, gpus=1)
+        found["gpus"] = [gpu(1, 0, memory=memory, **more)]
+        found["host"]["memory_available_mib"] = available
+        found["models"]["/models/glm"]["weight_bytes"] = 60 * 1024**3
+        one = good({"n1": found}, profile(nodes=1, tp=1, pp=1, gpus_per_node=1))
+        return [warning["seen"] for warning in one["warnings"] if warning["field"] == "host.memory_available_mib"]
+
+    assert warned(115000) == warned(None) == []
+    assert warned(40000) == ["GPU 0 shares the host's memory, of which 40000 MiB are available"]
+    own = {"pid": 9, "used_mib": 70000, "kind": "compute", "name": "python", "user": "rankzero", "shard": "glm/0"}
+    assert warned(40000, processes=[own]) == [], "the running replica gives back what it holds"
+
+
 @pytest.mark.parametrize(
     ("engine", "args", "fits"),
     [
