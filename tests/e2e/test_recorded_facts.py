@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pathlib
@@ -13,6 +14,7 @@ import sys
 from typing import Any
 
 import fleet
+import recorded_hosts
 
 BIN = pathlib.Path(sys.executable).parent
 
@@ -100,6 +102,49 @@ def test_a_plan_from_inventory_variables_contacts_no_host(tmp_path: pathlib.Path
     assert env["NCCL_IB_HCA"] == "=mlx5_0:1,mlx5_1:1,mlx5_2:1,mlx5_3:1" and env["NCCL_IB_GID_INDEX"] == "3" and env["NCCL_IB_DISABLE"] == "0"
     assert env["NCCL_SOCKET_IFNAME"] == "=mgmt0" and env["GLOO_SOCKET_IFNAME"] == "mgmt0"
     assert set(found["shards"]["gpu-2"]["launches"][-1]["why"]) >= set(env)
+
+
+def test_what_a_shard_would_see_can_be_pasted_into_a_shell(tmp_path: pathlib.Path) -> None:
+    """show_environment.yml: every variable with its reason; sh makes of it exactly the plan's environment. The fabric is given for an inventory group."""
+    fabrics = {"replica_fabric": "x", "replica_fabrics": {"x": {"hosts": {"replica_glm": {"hcas": ["mlx5_0", "mlx5_2"]}}}}}
+    command = [str(BIN / "ansible-playbook"), "-i", str(inventory(tmp_path)), str(fleet.PLAYBOOKS / "show_environment.yml")]
+    words = ["-e", "replica_name=glm", "-e", "replica_gather=false", "-e", json.dumps(fabrics)]
+    done = subprocess.run([*command, *words], cwd=fleet.ROOT, env=fleet.ansible_environment(), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0 and not (tmp_path / "contacted").exists(), done.stdout + done.stderr
+    block = done.stdout[done.stdout.index("# rank 1 on gpu-2, launch ") :]
+    lines = list(itertools.takewhile(lambda line: line.startswith(("# ", "export ")), block.splitlines()))
+    assert all("    # " in line for line in lines if line.startswith("export ")), "a reason for each"
+    seen = subprocess.run(["env", "-i", "sh", "-euc", "\n".join(lines) + "\n/usr/bin/env"], capture_output=True, text=True, check=True).stdout
+    found = dict(line.split("=", 1) for line in seen.splitlines())
+    assert (found["NCCL_IB_HCA"], found["NCCL_SOCKET_IFNAME"], found["GLOO_SOCKET_IFNAME"]) == ("=mlx5_0:1,mlx5_2:1", "=mgmt0", "mgmt0")
+    assert found["NCCL_IB_GID_INDEX"] == "3" and found["CUDA_VISIBLE_DEVICES"].startswith("GPU-192.0.2.2-0,")
+
+
+def test_a_report_says_what_would_stop_a_replica(tmp_path: pathlib.Path) -> None:
+    """node_report.yml on a recorded host: HCAs by fabric with the reasons against them, the driver, limits, and interfaces in one subnet."""
+    one = recorded_hosts.write("iface_same_subnet", tmp_path / "host")["two"]
+    one.tree.hca("mlx5_0", netdevs=["ens1"], gids=[recorded_hosts.v2("10.1.0.1", "ens1")])
+    one.tree.hca("mlx5_1", netdevs=["ens2"], state="1: DOWN")
+    one.tree.interface("ens1", ["10.1.0.1/24"])
+    for pid in ("self", "1"):
+        one.tree.process_limits(65536, pid=pid)
+    one.tree.write_network_state(["127.0.1.1"])
+    places = {"sysfs": one.tree.sysfs, "proc": one.tree.proc, "dev": one.tree.dev}
+    variables = {f"replica_{name}_root": str(path) for name, path in places.items()}
+    variables.update(replica_network_state=str(one.tree.network_state), replica_root=str(one.tree.root), replica_become=False)
+    command = [str(BIN / "ansible-playbook"), "-i", "gpu-a,", "-c", "local", str(fleet.PLAYBOOKS / "node_report.yml")]
+    words = ["-e", json.dumps({**variables, "ansible_python_interpreter": sys.executable})]
+    done = subprocess.run([*command, *words], cwd=fleet.ROOT, env=fleet.ansible_environment(), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for text in (
+        "roce:10.1.0.0/24",
+        "the port is down",
+        "no libnvidia-ml.so.1 is found",
+        "a service can lock 64 KiB of memory",
+        "eno9 10.0.9.1/24 and eno10 10.0.9.101/24 are in one subnet",
+        "resolves to 127.0.1.1",
+    ):
+        assert text in done.stdout, (text, done.stdout)
 
 
 def test_the_installed_collection_works_without_the_checkout(tmp_path: pathlib.Path) -> None:
