@@ -110,6 +110,7 @@ def test_what_is_there_is_never_overwritten(tmp_path: pathlib.Path) -> None:
         b"no archive",
         packed({}),
     ],
+    ids=["upwards", "absolute", "no archive", "empty"],  # not the bytes: an archive holds the time of day
 )
 def test_archives_that_are_hostile_or_empty_leave_nothing_at_the_path(tmp_path: pathlib.Path, content: bytes) -> None:
     with loopback.serving(lambda request: request.send_part(content)) as server, pytest.raises(ERRORS):
