@@ -10,9 +10,7 @@ import typing as t
 from ansible_collections.rankzero.inference.plugins.plugin_utils import failures, hostvars, lifecycle
 
 
-def failure_summary(
-    hosts: t.Sequence[str], variables: t.Any, plan: t.Mapping[str, t.Any], done: str = "deployed", reachable: t.Sequence[str] | None = None
-) -> str:
+def failure_summary(hosts: t.Sequence[str], variables: t.Any, plan: t.Mapping[str, t.Any], done: str = "deployed") -> str:
     ranks = {str(host): int(shard["rank"]) for host, shard in plan["shards"].items()}
     back = hostvars.plain(plan["way_back"])
     restored, proved = _registered(hosts, variables, "__replica_restored"), _registered(hosts, variables, "__replica_proved")
@@ -25,7 +23,7 @@ def failure_summary(
         str(done),
         any(result.get("changed") for result in restored.values()),
         {host: result for found in (proved, restored) for host, result in found.items() if result.get("failed")},
-        [] if reachable is None else [str(host) for host in hosts if host not in reachable and str(host) in {*ranks, *back["hosts"]}],
+        [] if done == "restarted" else sorted(host for host, result in restored.items() if not result and host in {*ranks, *back["hosts"]}),
         any(result.get("ready") for result in proved.values()),
     )
 
@@ -34,9 +32,8 @@ def was_locked(hosts: t.Sequence[str], variables: t.Any) -> bool:
     return failures.was_locked(_failures(hosts, variables).values())
 
 
-def are_back(hosts: t.Sequence[str], variables: t.Any, back: t.Mapping[str, t.Any], reachable: t.Sequence[str]) -> bool:
-    restored = _registered(hosts, variables, "__replica_restored")
-    return failures.are_back(_failures(hosts, variables).values(), hostvars.plain(back), restored, list(map(str, reachable)))
+def are_back(hosts: t.Sequence[str], variables: t.Any, back: t.Mapping[str, t.Any]) -> bool:
+    return failures.are_back(_failures(hosts, variables).values(), hostvars.plain(back), _registered(hosts, variables, "__replica_restored"))
 
 
 def stopped_replicas(facts: t.Any) -> list[str]:
@@ -48,6 +45,8 @@ def _failures(hosts: t.Sequence[str], variables: t.Any) -> dict[str, t.Any]:
 
 
 def _registered(hosts: t.Sequence[str], variables: t.Any, name: str) -> dict[str, t.Any]:
+    """host -> what a task registered there; empty where it was not run: a host that cannot be reached does not come into a rescue. (ansible_play_hosts does
+    not tell: any_errors_fatal takes all hosts out of that.)"""
     return {str(host): hostvars.plain(variables[host].get(name) or {}) for host in hosts}
 
 

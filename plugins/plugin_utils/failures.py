@@ -48,10 +48,13 @@ def summary(
     return "\n".join(lines)
 
 
-def are_back(failures: t.Iterable[Result | None], back: t.Mapping[str, t.Any], restored: t.Mapping[str, Result], reachable: t.Collection[str]) -> bool:
-    """Whether all ranks of the revision to go back to are there to be proven: none was another run's, is out of reach, or could not be restored."""
+def are_back(failures: t.Iterable[Result | None], back: t.Mapping[str, t.Any], restored: t.Mapping[str, Result]) -> bool:
+    """Whether all ranks of the revision to go back to are there to be proven: none was another run's, is out of reach, or could not be restored.
+
+    C(restored): host -> result of restoring, empty for a host that could not be reached.
+    """
     hosts = back["hosts"]
-    return bool(hosts) and not was_locked(failures) and set(hosts) <= set(reachable) and not any(_mapping(restored.get(host)).get("failed") for host in hosts)
+    return bool(hosts) and not was_locked(failures) and all(restored.get(host) and not restored[host].get("failed") for host in hosts)
 
 
 def was_locked(failures: t.Iterable[Result | None]) -> bool:

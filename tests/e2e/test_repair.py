@@ -96,3 +96,20 @@ def test_requests_that_name_nothing_are_failures(make_fleet: MakeFleet, model: p
         told = refused(hosts.run("deploy_replica", extra={**extra, "replica_api_key_file": str(path)}))
         assert problem in told and str(path) in told and "a file on the controller that holds the key" in told and "lookup" not in told.lower(), told
     assert not list((hosts.directory / "hosts").rglob("rankzero"))
+
+
+@pytest.mark.slow
+def test_a_host_that_leaves_the_replica_is_a_part_of_the_way_back_until_the_others_are_proven(make_fleet: MakeFleet, model: pathlib.Path) -> None:
+    hosts = make_fleet(["gpu-a", "gpu-b"], gpus=1, replica=NAME, replica_leader_port=free_port())
+    ok(hosts.run("deploy_replica", extra=extra_for(hosts, model)))
+    before = current(hosts)
+    told = refused(hosts.run("deploy_replica", extra=extra_for(hosts, model, "--sim-fail", "CUDA out of memory.", nodes=1)))
+    assert f"Revision {before[0]}, which was there before, is back." in told, told
+    assert current(hosts) == before and proven(hosts) and no_locks(hosts) and request(url_of(hosts), "/v1/models")[0] == 200
+    done = hosts.run("deploy_replica", extra=extra_for(hosts, model, nodes=1))
+    ok(done)
+    stays, leaves = sorted(hosts.hosts, key=lambda name: not (hosts.root(name) / "etc/rankzero" / NAME).exists())
+    assert recap(done.stdout, leaves)["changed"] == 2 and not list(hosts.root(leaves).rglob("rankzero")) and no_locks(hosts)
+    assert (hosts.root(stays) / "run/rankzero" / NAME / "ready.json").exists() and len(hosts.supervisors()) == 1
+    again = hosts.run("deploy_replica", extra=extra_for(hosts, model, nodes=1))
+    assert recap(again.stdout, stays)["changed"] == recap(again.stdout, leaves)["changed"] == 0, again.stdout

@@ -16,7 +16,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -84,8 +84,10 @@ def llama(hosts: Lab, tmp_path_factory: pytest.TempPathFactory) -> Lab:
     return hosts
 
 
-def play(lab: Lab, playbook: str, pattern: str, *options: str, timeout: float = 300, **variables: Any) -> subprocess.CompletedProcess[str]:
-    """Run a playbook of the collection from where the hosts can be reached."""
+def play(
+    lab: Lab, playbook: str, pattern: str, *options: str, timeout: float = 300, settings: Mapping[str, str] | None = None, **variables: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run a playbook of the collection from where the hosts can be reached. `settings`: further environment variables."""
     command = [
         str(pathlib.Path(sys.executable).parent / "ansible-playbook"),
         "-i",
@@ -104,6 +106,7 @@ def play(lab: Lab, playbook: str, pattern: str, *options: str, timeout: float = 
             "ANSIBLE_COLLECTIONS_PATH": str(ROOT / ".collections"),
             "ANSIBLE_LOCAL_TEMP": str(lab.directory / "ansible"),
             "ANSIBLE_NOCOLOR": "1",
+            **(settings or {}),
         },
     )
 

@@ -465,6 +465,40 @@ def test_restored_brings_the_revision_back_with_its_unit(root: pathlib.Path, sys
         deployment(root, systemctl, fingerprint="gone").restored()
 
 
+def test_what_was_proven_once_stays_and_is_the_way_back(root: pathlib.Path, systemctl: Systemctl) -> None:
+    """However many deploys in a row are interrupted, `previous` is what served last, and no pruning takes it."""
+    store = Revisions(str(root), "glm")
+    deploy(root, systemctl, "good", OLD)
+    store.mark_proven("good", 1.0)
+    for number in range(5):
+        deploy(root, systemctl, "r%d" % number, {**OLD, "shard.env": "A='%d'\n" % number})
+        assert (store.linked("current"), store.linked("previous")) == ("r%d" % number, "good") and len(store.known()) <= KEEP_REVISIONS
+    deployment(root, systemctl, fingerprint="good", failed_fingerprint="r4").restored()
+    assert (store.linked("current"), store.is_proven("good")) == ("good", True) and "r4" not in store.known()
+
+    deploy(root, systemctl, "better", NEW)
+    store.mark_proven("better", 2.0)
+    assert store.linked("previous") == "good"
+    deployment(root, systemctl, fingerprint="good", failed_fingerprint="better").restored()
+    assert store.linked("previous") == "better", "it served once: failing now is no reason to remove it"
+
+    (root / "etc/rankzero/glm/revisions/good/shard.env").write_text("damaged")
+    deploy(root, systemctl, "good", OLD)
+    assert store.read("good", "shard.env") == OLD["shard.env"] and store.is_proven("good"), "what is written anew is what was proven"
+
+
+def test_restored_with_another_key_of_the_tie_starts_with_it(root: pathlib.Path, systemctl: Systemctl) -> None:
+    done = deployment(root, systemctl, fingerprint="aaaa", files=files(root, OLD), secrets={"tie_key": "0" * 64})
+    done.present()
+    runs(root, "aaaa")
+    for expected in (["give revision aaaa the ranks' new key", "restart the service (systemd)"], []):
+        back = deployment(root, systemctl, fingerprint="aaaa", secrets={"tie_key": "1" * 64})
+        back.restored()
+        assert back.actions == expected
+        runs(root, "aaaa")
+    assert Revisions(str(root), "glm").read("aaaa", "secrets/tie_key") == "1" * 64
+
+
 def test_restored_to_nothing_and_absent_leave_nothing(root: pathlib.Path, systemctl: Systemctl) -> None:
     other = root / "etc/rankzero/other/revisions"
     for undo in ("restored", "absent"):

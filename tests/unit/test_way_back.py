@@ -149,8 +149,8 @@ def test_what_could_not_be_undone_is_said_behind_the_reason() -> None:
 
 
 def test_the_gate_after_the_way_back_needs_all_of_its_ranks() -> None:
-    back = {"hosts": {"a": 0, "b": 1}}
-    assert failures.are_back([None], back, {}, ["a", "b"])
-    assert not failures.are_back([None], back, {"b": {"failed": True}}, ["a", "b"])
-    assert not failures.are_back([None], back, {}, ["a"]) and not failures.are_back([{"locked": {"who": "x"}}], back, {}, ["a", "b"])
-    assert not failures.are_back([None], {"hosts": {}}, {}, ["a"])
+    back, there = {"hosts": {"a": 0, "b": 1}}, {"a": {"changed": True}, "b": {"changed": False}}
+    assert failures.are_back([None], back, there)
+    assert not failures.are_back([None], back, {**there, "b": {"failed": True}})
+    assert not failures.are_back([None], back, {**there, "b": {}}), "it cannot be reached"
+    assert not failures.are_back([{"locked": {"who": "x"}}], back, there) and not failures.are_back([None], {"hosts": {}}, there)

@@ -2973,7 +2973,8 @@ class Life:
         if not left:
             tie.own_idle()
         once = self._shard.restart is None and self._shard.tie is None
-        if end.requested or left or once or (end.kind == CHECK and end.rank is None):
+        refused = end.kind == CHECK and tie.role is None  # among several ranks it counts, and rank 0 says when it was too often, to all of them
+        if end.requested or left or once or refused:
             return end, left
         log(f"run {run.id} is over: {end.reason}")
         return None, []
