@@ -30,7 +30,8 @@ request = urllib.request.Request(sys.argv[1] + "/v1/models", headers={"Authoriza
 try: print(urllib.request.urlopen(request, timeout=10).status)
 except urllib.error.HTTPError as error: print(error.code)"""
 SQUATTER = """import os, socket, time
-while not os.path.exists("/run/rankzero/lab.lock"): time.sleep(0.005)
+open("/run/squatter", "w").close()
+while not os.path.exists("/run/rankzero/lab.lock"): time.sleep(0.002)
 one = socket.socket(); one.bind(("0.0.0.0", 8000)); one.listen(); time.sleep(900)"""
 
 
@@ -145,13 +146,20 @@ def test_a_full_disk_on_one_host_leaves_the_revision_before(lab: Lab) -> None:
 
 
 def test_a_port_that_is_taken_between_plan_and_start(lab: Lab) -> None:
-    """The plan saw it free. The shard refuses to start, and who has it is named, and left alone."""
+    """The plan saw it free. The shard refuses to start and says what it could not have; whoever has it is left alone."""
     lab.console("l1", f"cat > /root/squatter.py <<'END'\n{SQUATTER}\nEND\nsystemd-run -q --unit squatter python3 /root/squatter.py")
-    output = flat(refused(deploy(lab, 1000)))
-    pid = lab.console("l1", "systemctl show -P MainPID squatter").stdout.strip()
-    assert re.search(rf"rank 0 \(l1\): .*port 8000.*{pid}", output) and "Nothing of it was left behind." in output, output
+    until(lambda: lab.console("l1", "test -e /run/squatter", check=False).returncode == 0, 30, lambda: "it does not run")
+    done = deploy(lab, 1000)
+    assert done.returncode == 2, (
+        done.stdout + lab.console("l1", "systemctl status squatter; ss -ltnp; ls -l --time-style=full-iso /run/rankzero", check=False).stdout
+    )
+    output = flat(done.stdout + done.stderr)
+    assert (
+        re.search(r"rank 0 \(l1\): .*port 10\.77\.0\.11:8000 \(HTTP\) cannot be bound: Address already in use", output)
+        and "Nothing of it was left behind." in output
+    ), output
     assert lab.console("l1", "systemctl is-active squatter").stdout.strip() == "active"
-    lab.console("l1", "systemctl stop squatter; rm /root/squatter.py")
+    lab.console("l1", "systemctl stop squatter; rm /root/squatter.py /run/squatter")
     assert [ours(lab, host) for host in HOSTS] == [[], []]
 
 
