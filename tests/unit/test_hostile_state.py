@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 import pathlib
 import subprocess
 import sys
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -127,3 +130,24 @@ def test_a_mark_is_not_written_through_what_the_service_put_there(tmp_path: path
 def test_a_revision_that_was_deployed_once_more_is_not_said_to_be_back() -> None:
     text = failures.summary("glm", {"a": {"msg": "x"}}, {"a": 0}, "abc", moved=False)
     assert text.splitlines()[0] == "Replica glm was not deployed. Revision abc was there before and stays; it is not proven to serve."
+
+
+def test_no_spelling_of_a_secret_reaches_the_gate_s_log_lines(tmp_path: pathlib.Path) -> None:
+    """Keys of any kept revision, and values under telling names, as engines print their arguments and environment."""
+    old, new, token = "old-key-'quoted'-0123456789", 'new-"key"-\\-9876543210', "hf_abcdefghijklmnop"
+    base, log = tmp_path / "etc/rankzero/glm", tmp_path / "var/log/rankzero/glm/shard.log"
+    for name, key in (("f1", old), ("f2", new)):
+        folder = base / "revisions" / name
+        (folder / "secrets").mkdir(parents=True)
+        (folder / "secrets/api_key").write_text(key)
+        (folder / "launch.json").write_text(json.dumps({"rank": 0, "launches": [{"name": "engine", "env": {"HF_TOKEN": token}}], "ready": {}}))
+    (base / "current").symlink_to("revisions/f2")
+    log.parent.mkdir(parents=True)
+    written = [text for key in (old, new, token) for text in (key, repr([key]), json.dumps({"m": json.dumps([key])}), quote(key), key.encode().hex())]
+    encoded = [base64.b64encode(f"Bearer {key}".encode()).decode() for key in (old, new, token)]
+    log.write_text("\n".join(["run_shard: glm rank 0 of 1, fingerprint f2, run 1", *(f"args: {text}." for text in [*written, *encoded])]))
+    one = observer(tmp_path)
+    one.look()
+    lines = one._log(1)
+    assert len(lines) == 1 + len(written) + len(encoded) and all("********" in line for line in lines[1:]), lines
+    assert not [text for text in written if any(text in line for line in lines)]
