@@ -12,7 +12,7 @@ from ansible.plugins.action import ActionBase
 from ansible.utils.display import Display
 
 from ansible_collections.rankzero.inference.plugins.module_utils import models
-from ansible_collections.rankzero.inference.plugins.plugin_utils import engines, hostvars
+from ansible_collections.rankzero.inference.plugins.plugin_utils import collection_files, engines, hostvars
 from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings, report
 
 display = Display()
@@ -57,6 +57,8 @@ class ActionModule(ActionBase):
         arguments = _set(arguments)
         if isinstance(arguments.get("install"), dict):
             arguments["install"] = _set(arguments["install"])
+        if (arguments.get("install") or {}).get("method") == "image":
+            more["wrapper"] = collection_files.container_program()
         local = self._local_archive(arguments)
         call = {**arguments, "engine": adapter.name, "adapter": {**more, "needs_transfer": local is not None}}
         result = self._ask(call, task_vars)
@@ -73,7 +75,7 @@ class ActionModule(ActionBase):
         """The archive on the controller, which is there before anything is done on a host; None for one that the hosts fetch themselves."""
         install = arguments.get("install") or {}
         archive = str(install.get("archive") or "")
-        if install.get("method") not in ("archive", "source") or not archive or "://" in archive or arguments.get("state") == "absent":
+        if install.get("method") not in ("archive", "source", "image") or not archive or "://" in archive or arguments.get("state") == "absent":
             return None
         try:
             path = str(self._find_needle("files", archive))

@@ -12,14 +12,14 @@ from ansible_collections.rankzero.inference.plugins.module_utils import small_fi
 
 Facts = dict[str, Any]
 
-FIELDS = ("version", "fingerprint", "nccl", "devices", "installed_at", "python", "versions", "programs_sha256")
+FIELDS = ("version", "fingerprint", "nccl", "devices", "installed_at", "python", "versions", "programs_sha256", "container")
 
 
 def read(replica_root: str) -> dict[str, list[Facts]]:
     """`{engine: [build]}` from `<root>/etc/rankzero/engines.d/<engine>-<name>.json`, in natural order of file names.
 
     A build is `{name, path, version, fingerprint, nccl, devices, env, installed_at, paths, problems}`, and `{python: {path, version}, versions:
-    {package: version}, programs_sha256: {program: hex}}` where its record has them. A file that is damaged, or whose
+    {package: version}, programs_sha256: {program: hex}, container: {image, mounts}}` where its record has them. A file that is damaged, or whose
     program is gone, is listed too: `problems` says in sentences why it cannot be used, and is empty otherwise.
     """
     folder = os.path.join(replica_root, "etc", "rankzero", "engines.d")

@@ -63,14 +63,30 @@ def check(install: Mapping[str, Any]) -> None:
             raise InstallError("archive is not set: give an http(s) address, or a path on the controller")
         if not re.match(r"[0-9a-f]{64}\Z", install["sha256"] or ""):
             raise InstallError("sha256 is %r: the 64 lower-case hexadecimal digits of the archive are wanted" % install["sha256"])
+    if method == "image":
+        _check_image(install)
     if method == "package" and not re.match(r"[A-Za-z0-9][A-Za-z0-9.+_-]*\Z", install["package"] or ""):
         raise InstallError("package is %r: the name of a package of the distribution is wanted" % install["package"])
+
+
+def _check_image(install: Mapping[str, Any]) -> None:
+    if bool(install["image"]) == bool(install["archive"]):
+        raise InstallError("image and archive are %s set: name an image by its digest, or an archive of one" % ("both" if install["image"] else "not"))
+    if install["image"] and not re.match(r"[a-z0-9][A-Za-z0-9._:/-]*@sha256:[0-9a-f]{64}\Z", install["image"]):
+        raise InstallError("image is %r: one with its digest is wanted, NAME@sha256:..., for a tag is another image tomorrow" % install["image"])
+    if install["archive"] and not re.match(r"[0-9a-f]{64}\Z", install["sha256"] or ""):
+        raise InstallError("sha256 is %r: the 64 lower-case hexadecimal digits of the archive are wanted" % install["sha256"])
+    for path in install["mounts"]:
+        if not os.path.isabs(path) or ":" in path or not path.isprintable() or os.path.normpath(path) in ("/", "/etc", "/run", "/var", "/proc", "/sys", "/dev"):
+            raise InstallError("mounts has %r: an absolute path of models, without :, is wanted" % path)
 
 
 def digest(install: Mapping[str, Any]) -> str:
     """12 hex digits over everything that decides what is installed; credentials in an index's address are no part of it."""
     indexes = [downloads.shown(url) for url in [install["index_url"] or "", *install["extra_index_urls"]]]
     chosen = {key: install[key] for key in ("method", "requirements", "python", "sha256", "cmake_args", "cuda")}
+    if install["method"] == "image":
+        chosen.update({key: install[key] for key in ("image", "mounts", "podman_options")})
     return hashlib.sha256(json.dumps([chosen, indexes], sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -130,10 +146,26 @@ class Store:
 
     def remove(self, places: Sequence[str]) -> None:
         for place in places:
+            self._remove_image(place)
             self._remove(place)
         for directory in (self.directory, self.base):
             with contextlib.suppress(OSError):
                 os.rmdir(directory)
+
+    def _remove_image(self, place: str) -> None:
+        """The image goes with the build that brought it, unless another build or a container uses it: podman refuses then."""
+        settings = small_files.read_json(os.path.join(place, "bin/container.json"))[0] or {}
+        if settings.get("brought") and isinstance(settings.get("image"), str) and not self._has_image(settings["image"], place):
+            with contextlib.suppress(InstallError, OSError):
+                self._told([str(settings["podman"]), "image", "rm", settings["image"]])
+
+    def _has_image(self, image: str, but: str) -> bool:
+        for build in small_files.names(self.base):
+            for name in small_files.names(os.path.join(self.base, build)):
+                place = os.path.join(self.base, build, name)
+                if place != but and (small_files.read_json(os.path.join(place, "bin/container.json"))[0] or {}).get("image") == image:
+                    return True
+        return False
 
     def _remove(self, place: str) -> None:
         """The mark goes first: an interrupted removal leaves no directory that looks whole."""
@@ -185,6 +217,54 @@ class Store:
         self._run(["cmake", "--build", build, "--parallel", str(os.cpu_count() or 1)], "The compiler needs what it names, or other sources.", {"PATH": path})
         shutil.copytree(find_directory(build, programs[0]), os.path.join(place, "bin"), symlinks=True)
         shutil.rmtree(work)
+
+    def _image(self, install: Mapping[str, Any], place: str, programs: Sequence[str], transferred: str | None) -> None:
+        """Bring the image, and put a program that starts a container of it in the place of each of the engine's."""
+        podman = shutil.which("podman", path=engine_probe.CLEAN_PATH)
+        if podman is None:
+            raise InstallError("no podman on the host: install it, and nvidia-container-toolkit for its GPUs (nvidia-ctk cdi generate)")
+        before = set(self._told([podman, "images", "--no-trunc", "--quiet"]).split())
+        if install["image"]:
+            self._run([podman, "pull", "--quiet", install["image"]], "Correct image, or log in to its registry (podman login).")
+            reference = install["image"]
+        else:
+            reference = self._load(podman, install, transferred)
+        image = self._told([podman, "image", "inspect", "--format", "{{.Id}}", reference]).strip()
+        folder = os.path.join(place, "bin")
+        os.mkdir(folder)
+        settings = {
+            "podman": podman,
+            "image": image,
+            "mounts": [os.path.normpath(path) for path in install["mounts"]],
+            "options": install["podman_options"],
+            "programs": {"python": "python3"},
+            "brought": "sha256:" + image.replace("sha256:", "") not in before,
+        }
+        with open(os.path.join(folder, "container.json"), "w", encoding="utf-8") as stream:
+            json.dump(settings, stream, indent=1, sort_keys=True)
+        for name in [*programs, "python"]:
+            with open(os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o755), "w", encoding="utf-8") as program:
+                program.write("#!%s -I\n%s" % (sys.executable, str(install["wrapper"]).partition("\n")[2]))
+
+    def _load(self, podman: str, install: Mapping[str, Any], transferred: str | None) -> str:
+        path = transferred
+        if path is None:
+            path = os.path.join(self.directory, "download-" + install["sha256"][:12])
+            downloads.fetch(install["archive"], path, install["sha256"])
+        seen = models.sha256(path)
+        if seen != install["sha256"]:
+            raise InstallError("%s has sha256 %s, and %s is wanted" % (downloads.shown(install["archive"]), seen, install["sha256"]))
+        told = self._told([podman, "load", "--quiet", "--input", path])
+        names = re.findall(r"Loaded image(?:\(s\))?:\s*(\S+)", told)
+        if transferred is None:
+            os.unlink(path)
+        return _one([name.rstrip(",") for name in names], "an image", ".")
+
+    def _told(self, words: Sequence[str]) -> str:
+        rc, out, err = self.run_command(list(words), cwd="/", expand_user_and_vars=False, environ_update={"LC_ALL": "C.UTF-8"})
+        if rc != 0:
+            raise InstallError("%s ended with %d: %s" % (" ".join(words[:3]), rc, (err or out).strip()[-500:] or "no output"))
+        return out
 
     def _unpack(self, install: Mapping[str, Any], place: str, transferred: str | None) -> None:
         path = transferred
@@ -267,6 +347,12 @@ def package_version(run_command: RunCommand, name: str) -> str | None:
     return None
 
 
+def container_of(program: str) -> dict[str, Any] | None:
+    """C({image, mounts}) of a program that starts a container; None for any other."""
+    settings = small_files.read_json(os.path.join(os.path.dirname(program), "container.json"))[0]
+    return None if settings is None else {"image": str(settings.get("image")), "mounts": [str(path) for path in settings.get("mounts") or ()]}
+
+
 # ---- who uses a build
 
 
@@ -300,4 +386,4 @@ def _uses(launch: Mapping[str, Any], engine: str, name: str, place: str | None) 
     return own and isinstance(build, dict) and build.get("name") == name
 
 
-__all__ = ["COMPLETE", "InstallError", "Store", "check", "digest", "find_directory", "package_version", "users"]
+__all__ = ["COMPLETE", "InstallError", "Store", "check", "container_of", "digest", "find_directory", "package_version", "users"]

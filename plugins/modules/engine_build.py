@@ -38,9 +38,11 @@ options:
         description:
           - V(venv) makes a virtual environment with O(install.requirements).
           - V(archive) unpacks a release archive; V(source) unpacks one of sources and builds it with CMake.
+          - V(image) takes a container image. A program that starts podman lies in the place of each of the engine's; GPUs are given by CDI, the network is
+            the host's, and command and environment are the same inside.
           - V(package) takes what a package of the distribution has put in place; the module does not install the package itself.
         type: str
-        choices: [venv, archive, source, package]
+        choices: [venv, archive, source, package, image]
         required: true
       requirements:
         description:
@@ -66,6 +68,7 @@ options:
       archive:
         description:
           - Address (http or https) or path on the controller of an archive, tar (gz, xz, bz2) or zip.
+          - For V(image), what C(podman save) writes.
           - It is fetched by the host, resumed after a broken connection, or sent by the controller when it is needed.
         type: str
       sha256:
@@ -83,6 +86,19 @@ options:
       package:
         description: Name of the distribution's package. Its programs are looked for in O(path), C(/usr/bin) by default.
         type: str
+      image:
+        description: Name of a container image with its digest, C(NAME@sha256:...). Or give O(install.archive).
+        type: str
+      mounts:
+        description: Directories of models on the host that containers may read. The plan refuses a model that lies elsewhere.
+        type: list
+        elements: path
+        default: [/models]
+      podman_options:
+        description: Further options of C(podman run), such as C(--shm-size=16g); they come last.
+        type: list
+        elements: str
+        default: []
   env:
     description: Environment variables that the build needs (C(LD_LIBRARY_PATH), C(PATH)). Services start from an empty environment plus these.
     type: dict
@@ -166,6 +182,17 @@ EXAMPLES = r"""
       cmake_args:
         - -DCMAKE_CUDA_ARCHITECTURES=90
 
+- name: Take an image as a build
+  rankzero.inference.engine_build:
+    engine: vllm
+    name: image-0.33.0
+    install:
+      method: image
+      image: registry.example.com/vllm@sha256:0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef
+      mounts:
+        - /models
+        - /adapters
+
 - name: Register a build that is there
   rankzero.inference.engine_build:
     engine: llamacpp
@@ -213,7 +240,7 @@ from ansible_collections.rankzero.inference.plugins.module_utils import archives
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 INSTALL: t.Dict[str, t.Any] = {
-    "method": {"type": "str", "choices": ["venv", "archive", "source", "package"], "required": True},
+    "method": {"type": "str", "choices": ["venv", "archive", "source", "package", "image"], "required": True},
     "requirements": {"type": "list", "elements": "str", "default": []},
     "python": {"type": "str"},
     "wheels": {"type": "path"},
@@ -224,6 +251,9 @@ INSTALL: t.Dict[str, t.Any] = {
     "cmake_args": {"type": "list", "elements": "str", "default": []},
     "cuda": {"type": "bool", "default": True},
     "package": {"type": "str"},
+    "image": {"type": "str"},
+    "mounts": {"type": "list", "elements": "path", "default": ["/models"]},
+    "podman_options": {"type": "list", "elements": "str", "default": []},
 }
 ARGUMENTS: t.Dict[str, t.Any] = {
     "engine": {"type": "str", "required": True},
@@ -316,7 +346,8 @@ class Build:
                 self.module.exit_json(changed=False, needs_archive=True)
             with self.store.locked():
                 if not self.store.is_complete(place):
-                    self.store.install(self.install, programs, self.adapter.get("archive"))
+                    optional = self.adapter["optional_programs"] if self.install["method"] == "image" else []
+                    self.store.install({**self.install, "wrapper": self.adapter.get("wrapper")}, [*programs, *optional], self.adapter.get("archive"))
         return os.path.join(place, "bin") if self.install["method"] != "archive" else engine_installs.find_directory(place, programs[0])
 
     def _packaged(self) -> str:
@@ -332,17 +363,24 @@ class Build:
         programs = engine_probe.find_programs(path, adapter["programs"], adapter["optional_programs"])
         main_program = programs[adapter["programs"][0]]
         version = engine_probe.version(run, main_program, adapter["version_args"], env)
-        python = engine_probe.python_of(main_program) if adapter.get("python") else None
+        container = engine_installs.container_of(main_program)
+        python = None
+        if adapter.get("python"):
+            python = os.path.join(os.path.dirname(main_program), "python") if container else engine_probe.python_of(main_program)
         packages = engine_probe.python_packages(run, python, env) if python else None
+        gpus = nvidia.read()
+        asked = {**env, "NVIDIA_VISIBLE_DEVICES": "all"} if container and gpus["gpus"] else env  # a container is given the devices that it is to see
         devices = None
         if adapter["devices_args"]:
-            devices = engine_probe.parse_devices(engine_probe.ask(run, main_program, adapter["devices_args"], env)[0])
+            devices = engine_probe.parse_devices(engine_probe.ask(run, main_program, adapter["devices_args"], asked)[0])
         elif python and packages and "torch" in packages["packages"]:
-            devices = engine_probe.torch_devices(run, python, env)
-        self._check_devices(devices)
+            devices = engine_probe.torch_devices(run, python, asked)
+        self._check_devices(devices, gpus)
         found = packages["packages"] if packages else {}
         package = (self.install or {}).get("package")
         distribution = {package: engine_installs.package_version(run, package) or ""} if package else {}
+        if container:
+            distribution = {"image": container["image"]}
         return {
             "engine": self.engine,
             "name": self.name,
@@ -358,12 +396,12 @@ class Build:
             "programs_sha256": {program: engine_probe.file_digest(place) for program, place in programs.items()},
             "fingerprint": engine_probe.fingerprint(programs, packages, distribution),
             "install": {"method": self.install["method"]} if self.install else None,
+            "container": container,
         }
 
-    def _check_devices(self, devices: t.Optional[t.List[t.Dict[str, t.Any]]]) -> None:
+    def _check_devices(self, devices: t.Optional[t.List[t.Dict[str, t.Any]]], seen: t.Mapping[str, t.Any]) -> None:
         if devices is None or not self.params["all_gpus"]:
             return
-        seen = nvidia.read()
         missing = engine_probe.missing_gpus(devices, seen["gpus"])
         if missing:
             raise engine_probe.ProbeError(

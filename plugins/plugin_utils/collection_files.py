@@ -1,7 +1,7 @@
 # Copyright (c) 2026 The rankzero.inference authors
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""Files of this collection that action plugins need: templates and programs of the role. The one place in plugin_utils that reads files."""
+"""Files of this collection that action plugins need: templates and programs of the roles. The one place in plugin_utils that reads files."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ TEMPLATES = ("shard.env.j2", "inference.service.j2", "supervisord.conf.j2")
 def program(name: str) -> str:
     """The text of a program in roles/replica/files. Raises OSError where the collection is damaged."""
     return (ROLE / "files" / name).read_text(encoding="utf-8")
+
+
+def container_program() -> str:
+    """What stands in the place of an engine's program where the build is an image."""
+    return (ROLE.parent / "engine" / "files" / "run_in_container.py").read_text(encoding="utf-8")
 
 
 def template(name: str) -> str:

@@ -301,6 +301,7 @@ _BUILD = {
     "python": _mapping({"path": _text, "version": _text}),
     "versions": _table(_text),
     "programs_sha256": _table(_text),
+    "container": _mapping({"image": _text, "mounts": _list(_text)}),
     "problems": _list(_text),
 }
 _MODEL = {

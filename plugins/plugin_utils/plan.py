@@ -426,11 +426,43 @@ def _choose_builds(ranks: list[Rank], profile: Profile, engine: Engine, findings
                 host=one.host.name,
                 rank=one.rank,
             )
+    for one in ranks:
+        _check_container(one, profile, engine, findings)
     for field, what, value in _build_parts(ranks):
         _check_equal(ranks, "engines.%s.%s" % (engine.name, field), what, value, findings)
     _check_equal(
         ranks, "drivers.nvidia.driver", "driver version", lambda one: (one.facts["drivers"].get("nvidia") or {}).get("driver") if one.gpus else None, findings
     )
+
+
+def _check_container(one: Rank, profile: Profile, engine: Engine, findings: Findings) -> None:
+    """A build that is an image sees the directories that it was given, and podman needs root for the host's network and devices."""
+    container = one.build.get("container")
+    if not container:
+        return
+    where, host, rank = "engines.%s" % engine.name, one.host.name, one.rank
+    for path in [profile.model_path, *(adapter.path for adapter in profile.adapters)] if engine.needs_model(profile, one.rank) else ():
+        if not any(path == folder or path.startswith(folder.rstrip("/") + "/") for folder in container["mounts"]):
+            findings.fault(
+                where,
+                "%s, which the build's containers do not see" % path,
+                "a path below %s" % (", ".join(container["mounts"]) or "one of its mounts, of which it has none"),
+                "Install the build with that directory in its mounts.",
+                host=host,
+                rank=rank,
+            )
+    manager = one.host.service_manager or one.facts["host"].get("service_manager")
+    if _user(one, manager) != "root":
+        findings.fault(
+            "replica_user",
+            _user(one, manager),
+            "root for a build that is an image",
+            "podman needs it for devices and the image; inside, the engine has no capability but to lock memory.",
+            host=host,
+            rank=rank,
+        )
+    if profile.distributed == "ray":
+        findings.fault("distributed", "ray in containers", "mp", "Ray's processes look for each other by numbers, which differ between containers.")
 
 
 def _build_parts(ranks: list[Rank]) -> list[tuple[str, str, t.Callable[[Rank], t.Any]]]:
@@ -444,6 +476,7 @@ def _build_parts(ranks: list[Rank]) -> list[tuple[str, str, t.Callable[[Rank], t
         ("version", "version", lambda one: one.build.get("version")),
         ("nccl", "NCCL version", lambda one: one.build.get("nccl")),
         ("python", "Python version", part("python", "version")),
+        ("container", "image", part("container", "image")),
     ]
     for key, what in (("versions", "version of %s"), ("programs_sha256", "sha256 of %s")):
         names = {name for one in ranks for name in one.build.get(key) or {}}
