@@ -429,6 +429,12 @@ def test_sglang_takes_its_key_from_a_yaml_file(start: StartSim, tmp_path: pathli
     assert KEY not in pathlib.Path(f"/proc/{sim.pid}/cmdline").read_text()
 
 
+@pytest.mark.parametrize("key", ["plain", "a'b\"c\\d $HOME %s: #x", "\u00e9\u4e2d", "'", '"'])
+def test_a_key_is_read_as_yaml_reads_it(sim_engine: Any, tmp_path: pathlib.Path, key: str) -> None:
+    (tmp_path / "c.yaml").write_text(f"api-key: {json.dumps(key)}\n")
+    assert sim_engine.read_flat_yaml(str(tmp_path / "c.yaml")) == {"api-key": key}
+
+
 def test_a_broken_yaml_file_names_the_line(start: StartSim, tmp_path: pathlib.Path) -> None:
     config = tmp_path / "sglang.yaml"
     config.write_text("log-level: info\n  api-key: nested\n")

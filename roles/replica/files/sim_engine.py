@@ -1139,7 +1139,7 @@ def escape_label(text: str) -> str:
 
 
 def read_flat_yaml(path: str) -> dict[str, str]:
-    """The lines `key: value` of a file; comments and blank lines are skipped, quotes around a value taken off. Raises EngineExit."""
+    """The lines `key: value` of a file; comments and blank lines are skipped, quoted values read as YAML reads them. Raises EngineExit."""
     try:
         with open(path, encoding="utf-8") as file:
             lines = file.read().splitlines()
@@ -1152,10 +1152,21 @@ def read_flat_yaml(path: str) -> dict[str, str]:
         name, colon, value = line.partition(":")
         if not colon or line[0].isspace():
             raise EngineExit(1, f"error: {path}, line {number}: not of the form `key: value`")
-        value = value.strip()
-        quoted = len(value) >= 2 and value[0] == value[-1] and value[0] in "'\""
-        values[name.strip()] = value[1:-1] if quoted else value
+        values[name.strip()] = _yaml_scalar(value.strip(), f"{path}, line {number}")
     return values
+
+
+def _yaml_scalar(text: str, where: str) -> str:
+    """Between double quotes YAML has the escapes of JSON, which is all that is written here; between single ones a doubled quote stands for one."""
+    if len(text) < 2 or text[0] != text[-1] or text[0] not in "'\"":
+        return text
+    if text[0] == "'":
+        return text[1:-1].replace("''", "'")
+    try:
+        return str(json.loads(text))
+    except ValueError as error:
+        raise EngineExit(1, f"error: {where}: the value is no quoted text") from error
+
 
 
 # ---------------------------------------------------------------------------------------------------------------- API
