@@ -253,7 +253,9 @@ def weigh_http(ready: Map, http: Map | None) -> dict[str, Any]:
     if problem is None:
         stranger = _stranger(ready, http)
         told["serving"] = stranger is None and names is not None and (not ready.get("expect_models") or _missing(ready, names) != list(ready["expect_models"]))
-        problem = stranger or _models_problem(ready, http, names) or _key_problem(ready, http) or _generation_problem(ready, http)
+        problem = (
+            stranger or _models_problem(ready, http, names) or _adapters_problem(ready, http) or _key_problem(ready, http) or _generation_problem(ready, http)
+        )
     told.update(problem=problem and problem.text, final=bool(problem and problem.final), ok=problem is None)
     return told
 
@@ -304,6 +306,24 @@ def _models_problem(ready: Map, http: Map, names: Sequence[str] | None) -> Probl
     if missing and len(missing) == len(ready.get("expect_models") or []):
         return Problem("a different server answers at %s%s: it serves %s, not %s" % (ready.get("url"), _server(answer), _listed(names), _listed(missing)))
     return Problem(f"{where} does not list {_listed(missing)}, only {_listed(names)}") if missing else None
+
+
+def _adapters_problem(ready: Map, http: Map) -> Problem | None:
+    """llama-server numbers adapters by their order, and requests choose by number: each file in its place."""
+    if not ready.get("adapters_path"):
+        return None
+    answer = http.get("adapters")
+    where = "%s%s" % (ready.get("url"), ready["adapters_path"])
+    if not answer or answer.get("error"):
+        return Problem(f"{where} has not answered yet{_because((answer or {}).get('message'))}", False)
+    body = answer.get("json")
+    seen = [str(entry.get("path")) for entry in body if isinstance(entry, dict)] if isinstance(body, list) else None
+    wanted = list(ready.get("expect_adapters") or [])
+    if answer.get("status") != 200 or seen is None:
+        return Problem("%s answers %s without a list of adapters" % (where, answer.get("status")))
+    if seen != wanted:
+        return Problem("%s lists %s, not %s" % (where, _listed([log_signatures.clean(path) for path in seen]), _listed(wanted)))
+    return None
 
 
 def _refused_key(where: str, status: int, key: str | None) -> str:

@@ -201,6 +201,7 @@ class Observer:
         answers: dict[str, Any] = {
             "health": http_probe.request(ready["url"], ready["health_path"], timeout=HEALTH_SECONDS),
             "models": None,
+            "adapters": None,
             "unauthenticated": None,
             "generation": None,
             "key": None,
@@ -213,6 +214,8 @@ class Observer:
             return answers  # a stranger is not told the key
         headers, answers["key"] = self._key(ready.get("key_secret"))
         answers["models"] = http_probe.request(ready["url"], ready["models_path"], headers=headers)
+        if ready.get("adapters_path"):
+            answers["adapters"] = http_probe.request(ready["url"], ready["adapters_path"], headers=headers)
         if ready.get("key_protects"):
             answers["unauthenticated"] = http_probe.request(ready["url"], ready["key_protects"])
         if evidence.weigh_http({**ready, "probe_path": None}, answers)["ok"]:

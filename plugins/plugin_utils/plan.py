@@ -934,6 +934,8 @@ def _ready(one: Rank, shard: Shard, leader: Shard, profile: Profile, engine: Eng
         "health_path": engine.health_path,
         "models_path": engine.models_path,
         "expect_models": engine.expected_models(profile) if serves else [],
+        "adapters_path": engine.adapters_path if serves and profile.adapters else None,
+        "expect_adapters": engine.expected_adapters(profile) if serves else [],
         "probe_path": engine.probe_path,
         "probe_model": profile.served_model_name,
         "key_secret": "api_key" if serves and shard.has_key else None,

@@ -69,6 +69,43 @@ def test_engines_that_are_not_there(name: str) -> None:
     assert engines.load(name, findings) is None and [fault.field for fault in findings.faults] == ["engine"]
 
 
+# ---- what readiness knows of each engine
+
+
+ADAPTERS = [{"name": "sql", "path": "/adapters/sql"}]
+
+
+@pytest.mark.parametrize(
+    ("engine", "nodes", "wanted"),
+    [
+        # vLLM refuses connections until it serves: a 503 is a dead engine, and no stage of loading. Adapters are models.
+        ("vllm", 2, {"warmup_503": False, "falls_back_to_cpu": False, "expect_models": ["glm", "sql"], "adapters_path": None}),
+        # SGLang answers 503 while it warms up.
+        ("sglang", 2, {"warmup_503": True, "falls_back_to_cpu": False, "expect_models": ["glm", "sql"], "adapters_path": None}),
+        # llama-server listens at once and answers 503 while it loads; it runs on the CPU without a word; adapters have numbers and no names.
+        ("llamacpp", 1, {"warmup_503": True, "falls_back_to_cpu": True, "expect_models": ["glm"], "adapters_path": "/lora-adapters"}),
+    ],
+)
+def test_the_gate_is_told_how_the_engine_behaves(engine: str, nodes: int, wanted: dict[str, Any]) -> None:
+    leader, *others = (shard["ready"] for shard in made.good(made.profile(engine, nodes, adapters=ADAPTERS)))
+    assert {key: leader[key] for key in wanted} == wanted and leader["key_protects"] == "/v1/chat/completions" and leader["probe_path"]
+    for follower in others:  # whatever answers on a follower's port, as SGLang's dummy does, is not asked; the leader's health is
+        assert (follower["serves_http"], follower["url"], follower["expect_models"], follower["key_secret"]) == (False, None, [], None)
+        assert follower["leader_health"] == {"url": leader["url"], "path": "/health"}
+
+
+def test_an_rpc_rank_is_proven_by_the_leaders_connection_to_it() -> None:
+    leader, follower = (shard["ready"] for shard in made.good(made.profile("llamacpp", 2)))
+    assert leader["accepts_on_port"] is None and isinstance(follower["accepts_on_port"], int)
+
+
+def test_metrics_are_asked_with_the_key_where_the_engine_has_them_behind_it() -> None:
+    """llama-server guards /metrics (llama.cpp#28915), the others do not; asking with the key is right for all of them."""
+    for name in ("vllm", "sglang", "llamacpp"):
+        adapter = engines.load(name, Findings())
+        assert adapter is not None and adapter.metrics_path == "/metrics" and adapter.in_flight_metrics
+
+
 # ---- adapters of llama.cpp
 
 

@@ -602,6 +602,29 @@ def test_alias_of_llama_server_counts() -> None:
     assert judge(observation)["ready"]
 
 
+@pytest.mark.parametrize(
+    ("seen", "ready", "part"),
+    [
+        (answer(json=[{"id": 0, "path": "/a/sql.gguf"}, {"id": 1, "path": "/a/fix.gguf"}]), True, ""),
+        (
+            answer(json=[{"id": 0, "path": "/a/fix.gguf"}, {"id": 1, "path": "/a/sql.gguf"}]),
+            False,
+            "lists /a/fix.gguf, /a/sql.gguf, not /a/sql.gguf, /a/fix.gguf",
+        ),
+        (answer(json=[]), False, "lists nothing, not /a/sql.gguf"),
+        (answer(json={"data": []}), False, "without a list of adapters"),
+        (answer(404), False, "answers 404 without a list of adapters"),
+        (answer(None, "timeout"), False, "has not answered yet"),
+        (None, False, "has not answered yet"),
+    ],
+)
+def test_adapters_that_are_no_models_are_listed_in_their_order(seen: Any, ready: bool, part: str) -> None:
+    observation = http(adapters=seen)
+    observation["launch"]["ready"].update(adapters_path="/lora-adapters", expect_adapters=["/a/sql.gguf", "/a/fix.gguf"])
+    verdict = judge(observation)
+    assert verdict["ready"] is ready and (ready or part in verdict["reason"])
+
+
 def test_different_server_is_named_before_empty_gpus() -> None:
     observation = http(models=models("llama")) | {"gpus": [gpu(0), gpu(1)]}
     assert "different server" in judge(observation)["reason"]

@@ -92,6 +92,7 @@ class Engine:
     gpu_token = "uuid"  # what CUDA_VISIBLE_DEVICES holds: uuid or index
     health_path = "/health"
     models_path = "/v1/models"
+    adapters_path: str | None = None  # where adapters are listed by their files, for an engine that does not list them as models
     metrics_path: str | None = "/metrics"
     in_flight_metrics: tuple[str, ...] = ()  # gauges at metrics_path whose sum is the number of requests that run or wait
     probe_path = "/v1/chat/completions"
@@ -219,6 +220,10 @@ class Engine:
     def expected_models(self, profile: Profile) -> list[str]:
         """The ids that C(/v1/models) must list before the replica is ready."""
         return [profile.served_model_name] + [adapter.name for adapter in profile.adapters]
+
+    def expected_adapters(self, profile: Profile) -> list[str]:
+        """The files that C(adapters_path) must list, in this order, before the replica is ready."""
+        return [adapter.path for adapter in profile.adapters] if self.adapters_path else []
 
     def devices_command(self, shard: Shard) -> tuple[str, tuple[str, ...]] | None:
         """(path, args) that lists the devices which the shard's build sees, for the text of a failure."""

@@ -113,6 +113,7 @@ class Adapter(Engine):
     optional_programs = ("ggml-rpc-server",)
     devices_args = ("--list-devices",)
     falls_back_to_cpu = True
+    adapters_path = "/lora-adapters"
     uses_nccl = False  # RPC over TCP
     heads_divide = False
     capability_floor = LLAMACPP_FLOOR
