@@ -158,6 +158,16 @@ def test_layouts_that_hang_or_make_no_sense_with_ray_are_refused(more: dict[str,
     assert made.faults(profile(**{"distributed": "ray", **more})) == fields
 
 
+def test_ray_without_gpus_is_told_of_devices_that_are_no_gpus() -> None:
+    """ray start refuses more devices than CUDA_VISIBLE_DEVICES lists, and an empty list is none."""
+    wanted = profile(2, distributed="ray", gpus_per_node=0, tp=4, pp=1)
+    for shard in made.good(wanted, found=made.hosts(2, gpus=0)):
+        ray = shard["launches"][0]
+        assert made.value(ray, "--num-gpus") == "2"
+        assert {launch["env"]["CUDA_VISIBLE_DEVICES"] for launch in shard["launches"]} == {"-1,-1"}
+    assert made.engine(made.good(profile(2, gpus_per_node=0, tp=4, pp=1), found=made.hosts(2, gpus=0))[0])["env"]["CUDA_VISIBLE_DEVICES"] == ""
+
+
 def test_ray_must_be_in_the_build_and_its_sockets_must_fit() -> None:
     found = made.hosts(2)
     found["n2"]["engines"]["vllm"] = [made.build("vllm") | {"paths": {"vllm": "/opt/vllm/bin/vllm"}}]

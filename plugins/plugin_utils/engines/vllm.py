@@ -390,6 +390,9 @@ class Adapter(Engine):
         if profile.distributed == "ray" and shard.has_peers:
             env["RAY_TMPDIR"] = (shard.work_dir, "Ray's sockets and logs below the service's own directory: /tmp/ray belongs to whoever came first")
             env["RAY_USAGE_STATS_ENABLED"] = ("0", "nothing is reported to anybody")
+            if profile.on_cpu:
+                # Ray counts what is declared against this list (_private/resource_and_label_spec.py); to CUDA -1 is no GPU.
+                env["CUDA_VISIBLE_DEVICES"] = (",".join(["-1"] * self._ray_devices(profile)), "the devices that Ray is told of; a CPU shard sees no GPU")
         return env
 
     # ---- Ray
@@ -402,8 +405,7 @@ class Adapter(Engine):
             if shard.is_leader
             else ["--address", torch_stack.host_port(shard.leader_address, shard.leader_port)]
         )
-        devices = profile.gpus_per_node or profile.tp * profile.pp // profile.nodes
-        args = ["start", *where, "--node-ip-address", shard.address, "--num-gpus", str(devices), "--disable-usage-stats", "--block"]
+        args = ["start", *where, "--node-ip-address", shard.address, "--num-gpus", str(self._ray_devices(profile)), "--disable-usage-stats", "--block"]
         return Launch(
             name="ray-head" if shard.is_leader else "ray-worker",
             path=self.program(shard, "ray"),
@@ -411,6 +413,11 @@ class Adapter(Engine):
             env=self._environment(shard),
             wait_for_leader_port=None if shard.is_leader else shard.leader_port,
         )
+
+    @staticmethod
+    def _ray_devices(profile: Profile) -> int:
+        """By which Ray places the ranks of a node. Without GPUs they are declared, one for each rank."""
+        return profile.gpus_per_node or profile.tp * profile.pp // profile.nodes
 
     def revision_files(self, shard: Shard, variables: t.Collection[str]) -> dict[str, str]:
         """vLLM's driver gives its whole environment to Ray's workers on all hosts, the key included, unless the names are in this file (ray_env_utils.py)."""
