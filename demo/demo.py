@@ -147,7 +147,7 @@ def vllm_fleet(models: tiny_models.Pair, key_file: pathlib.Path) -> fleet.Fleet:
         "threads": 1,
         "ready_timeout": 600,
         "args": ["--max-model-len", "256", "--enforce-eager", "--gpu-memory-utilization", cpu_engines.vllm_memory()],
-        "env": cpu_engines.VLLM_ENVIRONMENT,
+        "env": cpu_engines.ENVIRONMENT,
     }
     return fleet.Fleet(
         DEMO,

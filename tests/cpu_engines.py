@@ -31,7 +31,7 @@ ENGINES = ROOT / ".engines"
 REAL = ROOT / "tests" / "real"
 TORCH = "torch==2.13.0+cpu"
 # Code that torch compiles would need a C++ compiler on the host, and a minute.
-VLLM_ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1"}
+ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1"}
 SPARE = 1.5  # GB for what is removed again at the end
 # Beside a torch for CPUs these do not load, and text needs none of them.
 MEDIA = ("torchaudio", "torchvision", "torchcodec")

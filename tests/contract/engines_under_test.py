@@ -270,7 +270,7 @@ def _not_installed(name: str) -> Callable[[], str | None]:
     return lambda: None if cpu_engines.installed(name) else f"{name} is not installed: make real-test does it"
 
 
-_QUIET = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "OMP_NUM_THREADS": "1"}
+_QUIET = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "OMP_NUM_THREADS": "1", **cpu_engines.ENVIRONMENT}
 
 
 def _vllm_command(settings: Settings) -> list[str]:
@@ -293,7 +293,7 @@ REAL_ENGINES = (
         "vllm",
         "vllm",
         _vllm_command,
-        {**_QUIET, "VLLM_API_KEY": KEY, "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", **cpu_engines.VLLM_ENVIRONMENT},
+        {**_QUIET, "VLLM_API_KEY": KEY, "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
         missing=_not_installed("vllm"),
         layout="hf",
         seconds=300,

@@ -38,7 +38,7 @@ VLLM = {
     "adapters": [{"name": "tiny-lora", "path": "/models/tiny-lora"}],
     "ready_timeout": 900,
     "args": ["--max-model-len", "256", "--enforce-eager", "--gpu-memory-utilization", cpu_engines.vllm_memory()],
-    "env": cpu_engines.VLLM_ENVIRONMENT,
+    "env": cpu_engines.ENVIRONMENT,
 }
 SGLANG = {
     "name": "lab",
@@ -51,11 +51,11 @@ SGLANG = {
     "served_model_name": "tiny",
     "ready_timeout": 900,
     "args": ["--mem-fraction-static", "0.05", "--max-total-tokens", "4096", "--disable-custom-all-reduce"],
-    "env": {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},  # one core for each rank; there are more ranks than NUMA nodes
+    "env": {**cpu_engines.ENVIRONMENT, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"},  # one core for each rank; there are more ranks than NUMA nodes
 }
 CASES = {
     "vllm-mp": VLLM,
-    "vllm-ray": {**VLLM, "distributed": "ray", "env": {**cpu_engines.VLLM_ENVIRONMENT, "VLLM_CPU_RAY": "1"}},
+    "vllm-ray": {**VLLM, "distributed": "ray", "env": {**cpu_engines.ENVIRONMENT, "VLLM_CPU_RAY": "1"}},
     "sglang": SGLANG,
 }
 ASK = """import json, sys, urllib.request
