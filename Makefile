@@ -29,6 +29,7 @@ help:
 	@echo "make matrix            unit and end-to-end tests on every Python and ansible-core that can be had here (CELLS=\"3.13:2.22 3.9\" for some)"
 	@echo "make lab-test          tests on several real hosts, all molecule scenarios among them (root, Debian packages)"
 	@echo "make lab-quick         the same with three scenarios; SCENARIO=\"upgrade removal\" for others, make molecule for those alone"
+	@echo "make bench             what runs cost, beside their goals (docs/performance.md); two of its figures need root"
 	@echo "make build             the collection as a tarball"
 
 $(VENV)/.demo: requirements/demo.txt
@@ -124,6 +125,9 @@ lab-pytest: $(VENV)/.lab
 
 molecule: $(VENV)/.lab
 	@for scenario in $(SCENARIO); do PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/molecule test --scenario-name $$scenario --no-command-borders || exit 1; done
+
+bench: $(VENV)/.test
+	@$(BIN)/python tests/bench/run.py
 
 build: $(VENV)/.demo
 	@$(BIN)/ansible-galaxy collection build --force

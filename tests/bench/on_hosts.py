@@ -140,7 +140,7 @@ def _by_hand(hosts: Hosts, plan: dict[str, Any]) -> list[Figure]:
         url = plan["leader"]["url"] + "/health"
         seconds = float(hosts.lab.console("n1", f"python3 -c {shlex.quote(UNTIL_HEALTHY)} {url} {shlex.join(argv['n1'])}").stdout)
     finally:
-        hosts.lab.console("n2", "pkill -9 -f /opt/stock-engine/engine.py", check=False)
+        hosts.lab.console("n2", "pkill -9 -f '[s]tock-engine/engine.py'", check=False)
         follower.wait()
     more = hosts.ready_seconds - seconds  # type: ignore[attr-defined]
     return [figures.at_most("start of the service until it is proven, less the engine's own start by hand", more, 3, " s", 1)]
@@ -156,13 +156,16 @@ def _killed(hosts: Hosts) -> list[Figure]:
     assert play.stdout is not None
     killed: float | None = None
     verdict: float | None = None
-    for line in play.stdout:
-        if killed is None and re.search(r"rank 1 \(n2\): (joining|loading)", line):
-            hosts.lab.console("n2", "while ! pkill -9 -f current/sim_engine.py; do sleep 0.05; done")
-            killed = time.monotonic()
-        if killed is not None and verdict is None and re.search(r"rank \d \(n\d\): failed", line):
-            verdict = time.monotonic()
-    play.wait()
+    try:
+        for line in play.stdout:
+            if killed is None and re.search(r"rank 1 \(n2\): (joining|loading)", line):
+                hosts.lab.console("n2", "while ! pkill -9 -f '[c]urrent/sim_engine.py'; do sleep 0.05; done")
+                killed = time.monotonic()
+            if killed is not None and verdict is None and re.search(r"rank \d \(n\d\): failed", line):
+                verdict = time.monotonic()
+        play.wait()
+    finally:
+        play.kill()
     if killed is None or verdict is None or play.returncode != 2:
         raise SystemExit(f"the deploy with a killed rank ended with {play.returncode}, and not as it should")
     return [
