@@ -319,3 +319,26 @@ def test_one_rank_that_changes_takes_the_others_with_it() -> None:
     assert waiting["a"] == {"reasons": unproven, "restart": False} and not waiting["b"]["restart"] and "rank 0 (a) is not proven" in waiting["b"]["reasons"][0]
     both = convergence.over_replica({"a": unproven, "b": ["files"]}, ranks)
     assert both["a"]["restart"] and not both["b"]["restart"]
+
+
+def test_a_replica_is_converged_only_where_no_host_has_anything_to_do() -> None:
+    """A deploy ends after its facts then, so whatever a later task would have found must already speak against it here."""
+
+    def plan(**reasons: list[str]) -> dict[str, Any]:
+        return {"replica": "glm", "shards": {host: {"converge": {"reasons": found, "restart": False}} for host, found in reasons.items()}}
+
+    as_planned = plan(a=[], b=[])
+    ours = {"shards": {"glm": {"rank": 0}}, "locks": {}, "traces": {"replicas": {"glm": {}}, "made_users": ["rankzero"]}}
+    elsewhere = {"shards": {"other": {"rank": 0}}, "locks": {"other": {"owner": "x"}}, "traces": {"replicas": {"other": {}}, "made_users": ["rankzero"]}}
+    assert convergence.is_converged(as_planned, {"a": ours, "b": ours, "c": elsewhere, "d": {}})
+    assert not convergence.is_converged(plan(a=[], b=[convergence.UNPROVEN]), {"a": ours, "b": ours}), "a rank is to be proven"
+    assert not convergence.is_converged({"replica": "glm", "shards": {}}, {}), "a refused plan"
+    for left in (
+        {"shards": {"glm": {"rank": 1}}},
+        {"traces": {"replicas": {"glm": {"pids": [7]}}}},
+        {"traces": {"replicas": {}, "made_users": ["rankzero"]}},
+        {"locks": {"glm": {"owner": "dead", "live": False}}},
+    ):
+        assert not convergence.is_converged(as_planned, {"a": ours, "b": ours, "c": left}), left
+    dead = {**ours, "locks": {"glm": {"owner": "dead", "live": False}}}
+    assert not convergence.is_converged(as_planned, {"a": ours, "b": dead}), "the lock of a dead run goes"
