@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import typing as t
 
-from ansible_collections.rankzero.inference.plugins.plugin_utils import addressing, host_facts, limit_checks
+from ansible_collections.rankzero.inference.plugins.plugin_utils import addressing, host_facts, limit_checks, placement
 from ansible_collections.rankzero.inference.plugins.plugin_utils.tables import table
 
 Facts = t.Mapping[str, t.Any]
@@ -125,6 +125,11 @@ def _gpu_conditions(facts: Facts) -> list[str]:
         found += ["%s: %s" % (name, reason) for reason in gpu["health"].get("reasons") or ()]
         if gpu["partition"].get("kind") is None and gpu["partition"].get("mode_current"):
             found.append("%s is partitioned (MIG): it cannot be given to a shard as a whole" % name)
+        foreign = [placement.holder(process) for process in gpu["processes"] if not process["shard"] and placement.is_foreign(process, "")]
+        if foreign:
+            found.append("%s is held by %s: no replica gets it" % (name, ", ".join(foreign)))
+        if placement.hidden_mib(gpu):
+            found.append("%s: %d MiB are in use and no process that is listed here holds them" % (name, gpu["memory"]["unattributed_mib"]))
         if gpu.get("compute_mode") not in (None, "default"):
             found.append("%s is in compute mode %s" % (name, gpu["compute_mode"]))
     return found

@@ -122,7 +122,7 @@ def why_not(gpu: Gpu, profile: Profile, replica: str) -> str | None:
         return "is in compute mode prohibited"
     if profile.gpu_class and not of_class(gpu, profile.gpu_class):
         return "is no %s: %s" % (profile.gpu_class, gpu.get("model"))
-    holders = [_holder(process) for process in gpu["processes"] if is_foreign(process, replica)]
+    holders = [holder(process) for process in gpu["processes"] if is_foreign(process, replica)]
     if holders:
         return "is held by %s" % ", ".join(holders)
     return None
@@ -133,13 +133,13 @@ def _given_away(gpu: Gpu, shards: t.Mapping[str, Facts], replica: str) -> str | 
     for name, shard in sorted(shards.items()):
         if name != replica and gpu["uuid"] in shard["gpus"]:
             return "is given to shard %s/%s, which is deployed here" % (name, "?" if shard["rank"] is None else shard["rank"])
-    hidden = _hidden_mib(gpu)
+    hidden = hidden_mib(gpu)
     if hidden and gpu["memory"]["model"] != "coherent" and gpu["uuid"] not in (shards.get(replica) or {}).get("gpus", ()):
         return "has %d MiB held by processes that the host does not list (in a container, or of another user)" % hidden
     return None
 
 
-def _hidden_mib(gpu: Gpu) -> float | None:
+def hidden_mib(gpu: Gpu) -> float | None:
     """What is in use and no listed process holds, where it is more than the driver's own. On GH200 and GB200 the kernel's page cache may lie there."""
     hidden: float | None = gpu["memory"]["unattributed_mib"]
     return hidden if hidden is not None and hidden > UNATTRIBUTED_TOLERANCE_MIB else None
@@ -156,7 +156,8 @@ def is_foreign(process: t.Mapping[str, t.Any], replica: str) -> bool:
     return used is None or used > FOREIGN_TOLERANCE_MIB
 
 
-def _holder(process: t.Mapping[str, t.Any]) -> str:
+def holder(process: t.Mapping[str, t.Any]) -> str:
+    """Who holds memory on a GPU, in words."""
     amount = "unknown memory" if process.get("used_mib") is None else "%s MiB" % process["used_mib"]
     if process.get("shard"):
         return "shard %s (pid %s, %s)" % (process["shard"], process.get("pid"), amount)
@@ -379,7 +380,7 @@ def _warn_of_findings(ranked: list[Candidate], gpus: t.Mapping[str, tuple[Gpu, .
             told = list(gpu["health"]["reasons"])
             if gpu["compute_mode"] == "exclusive_process":
                 told.append("it is in compute mode exclusive_process: a second process on it fails")
-            hidden = _hidden_mib(gpu)
+            hidden = hidden_mib(gpu)
             if hidden and gpu["memory"]["model"] == "coherent":
                 told.append("%d MiB are in use and no process holds them (page cache, or a process that the host does not list)" % hidden)
             for text in told:

@@ -25,7 +25,7 @@ def test_a_report_says_every_condition_that_would_stop_a_replica() -> None:
                     "index": 3,
                     "uuid": "GPU-3",
                     "model": "NVIDIA H100",
-                    "memory": {},
+                    "memory": {"model": "discrete", "total_mib": 81559, "unattributed_mib": 9000},
                     "health": {"state": "lost", "reasons": ["it fell off the bus"]},
                     "compute_mode": "prohibited",
                     "partition": {"mode_current": True},
@@ -34,7 +34,7 @@ def test_a_report_says_every_condition_that_would_stop_a_replica() -> None:
             ],
             hcas=[{"name": "mlx5_0", "usable": False, "reasons": ["port state is down"], "link_layer": "InfiniBand"}],
             cordoned={"by": "ops", "reason": "fan", "at": "today"},
-            limits={"shm": {"size_mib": 64}, "nccl_conf": {"/etc/nccl.conf": {"NCCL_DEBUG": "INFO"}}, "kho_cma_suspect": True},
+            limits={"memlock_bytes": 65536, "shm": {"size_mib": 64}, "nccl_conf": {"/etc/nccl.conf": {"NCCL_DEBUG": "INFO"}}, "kho_cma_suspect": True},
         ),
     )
     for word in (
@@ -43,6 +43,9 @@ def test_a_report_says_every_condition_that_would_stop_a_replica() -> None:
         "MIG",
         "prohibited",
         "pid 7 python (? MiB)",
+        "GPU 3 is held by pid 7 python of unknown user (unknown memory): no replica gets it",
+        "GPU 3: 9000 MiB are in use and no process that is listed here holds them",
+        "can lock 64 KiB",
         "port state is down",
         "cordoned by ops",
         "64 MiB",
