@@ -13,6 +13,7 @@ import shlex
 import subprocess
 import sys
 from types import ModuleType
+from typing import Any
 
 import facts
 import pytest
