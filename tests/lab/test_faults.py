@@ -22,6 +22,7 @@ from lab.test_replica_on_hosts import LLAMA, play, succeeded
 pytestmark = pytest.mark.lab
 
 SILENT = 8  # seconds
+ENDED = SILENT + 60  # llama-server waits for a silent RPC server until it is killed after its 30 seconds to stop
 LEADER, FOLLOWER = 0, 1
 LEFT = "ls -d /etc/rankzero/lab /run/rankzero/lab /var/lib/rankzero/lab; grep -lsz ^RANKZERO_SHARD= /proc/[0-9]*/environ"
 HOLD_GPU = "import os, time; open('/run/fake_nvml/processes/%d' % os.getpid(), 'w').write('0 5000'); time.sleep(600)"
@@ -103,9 +104,11 @@ def test_a_run_shard_that_hangs_is_lost_after_the_limit_and_joins_again(replica:
     pid = replica.main_pid(FOLLOWER)
     replica.send(FOLLOWER, "STOP", pid)
     others = [host for number, host in enumerate(replica.hosts) if number != FOLLOWER]
-    until(lambda: all(one.get("stage") in ("tying", "restarting") for one in replica.states(others)), SILENT + 20, replica.told)
-    assert "silent" in replica.state(replica.hosts[LEADER])["last_end"]["reason"]
-    replica.send(FOLLOWER, "CONT", pid)
+    try:
+        until(lambda: all(one.get("stage") in ("tying", "restarting") for one in replica.states(others)), ENDED, replica.told)
+        assert "silent" in replica.state(replica.hosts[LEADER])["last_end"]["reason"]
+    finally:
+        replica.send(FOLLOWER, "CONT", pid)
     replica.came_back(before)
 
 
@@ -114,8 +117,10 @@ def test_a_host_that_loses_its_power(replica: Deployed, rank: int) -> None:
     before = replica.with_all_its_chances()
     others = [host for number, host in enumerate(replica.hosts) if number != rank]
     replica.lab.kill(replica.hosts[rank])
-    until(lambda: all(one.get("stage") in ("tying", "restarting") for one in replica.states(others)), SILENT + 20, replica.told)
-    replica.lab.start(replica.hosts[rank])
+    try:
+        until(lambda: all(one.get("stage") in ("tying", "restarting") for one in replica.states(others)), ENDED, replica.told)
+    finally:
+        replica.lab.start(replica.hosts[rank])
     replica.came_back(before)
 
 
@@ -130,9 +135,11 @@ def test_a_host_that_reboots(replica: Deployed, rank: int) -> None:
 def test_a_host_whose_cable_is_cut(replica: Deployed, rank: int) -> None:
     before = replica.with_all_its_chances()
     replica.lab.cut(replica.hosts[rank])
-    until(lambda: all(one.get("stage") in ("tying", "restarting") for one in replica.states()), SILENT + 20, replica.told)
-    assert all(replica.marked(number, before) == [] for number in range(len(replica.hosts))), "nothing runs on either side of the cut"
-    replica.lab.heal(replica.hosts[rank])
+    try:
+        until(lambda: all(one.get("stage") in ("tying", "restarting") for one in replica.states()), ENDED, replica.told)
+        assert all(replica.marked(number, before) == [] for number in range(len(replica.hosts))), "nothing runs on either side of the cut"
+    finally:
+        replica.lab.heal(replica.hosts[rank])
     replica.came_back(before)
 
 
@@ -140,9 +147,11 @@ def test_two_hosts_that_lose_each_other(replica: Deployed) -> None:
     """Only the way between the leader and one follower is broken; the others reach both."""
     before = replica.with_all_its_chances()
     replica.lab.part(replica.hosts[LEADER], replica.hosts[FOLLOWER])
-    until(lambda: all(one.get("stage") in ("tying", "restarting") for one in replica.states()), SILENT + 20, replica.told)
-    assert f"waits for rank {FOLLOWER} since 20" in replica.state(replica.hosts[LEADER])["detail"]
-    replica.lab.join(replica.hosts[LEADER], replica.hosts[FOLLOWER])
+    try:
+        until(lambda: all(one.get("stage") in ("tying", "restarting") for one in replica.states()), ENDED, replica.told)
+        assert f"waits for rank {FOLLOWER} since 20" in replica.state(replica.hosts[LEADER])["detail"]
+    finally:
+        replica.lab.join(replica.hosts[LEADER], replica.hosts[FOLLOWER])
     replica.came_back(before)
 
 
