@@ -244,7 +244,7 @@ class Store:
             json.dump(settings, stream, indent=1, sort_keys=True)
         for name in [*programs, "python"]:
             with open(os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o755), "w", encoding="utf-8") as program:
-                program.write("#!%s -I\n%s" % (sys.executable, str(install["wrapper"]).partition("\n")[2]))
+                program.write("#!%s -I\n%s" % (sys.executable, install["wrapper"]))
 
     def _load(self, podman: str, install: Mapping[str, Any], transferred: str | None) -> str:
         path = transferred
