@@ -1168,7 +1168,6 @@ def _yaml_scalar(text: str, where: str) -> str:
         raise EngineExit(1, f"error: {where}: the value is no quoted text") from error
 
 
-
 # ---------------------------------------------------------------------------------------------------------------- API
 
 
