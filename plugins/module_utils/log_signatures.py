@@ -29,6 +29,7 @@ _CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u20
 _OWN_ERROR = re.compile(r"(?<![\w.])(?:\w+\.)*[A-Z]\w*(?:Error|Exception)(?:\(\w+\))?: *\S")
 _HEALTHY = re.compile(
     r"(?:^|\W)run_shard: (?:launch|tie|waiting|\S+ rank \d+ of)|"  # the supervisor's own normal lines
+    r"server_args=\{|non-default args: \{|Initializing a V1 LLM engine|"  # the arguments as SGLang and vLLM dump them: every word of an error may be in them
     r"WARNING .*Found ulimit of \d+ and failed to automatically increase"  # vLLM at each start; it names the error that a low limit can lead to
 )
 _NOT_THE_CAUSE = re.compile(
@@ -330,7 +331,10 @@ SIGNATURES: tuple[Signature, ...] = GPU_SIGNATURES + (
         "Register a newer engine build.",
     ),
     _signature(
-        r"trust_remote_code", "The model brings its own code and the engine refuses to run it.", "Use an engine version that supports the model itself."
+        # What asks for it, not the dumps of all arguments in which it is False.
+        r"trust_remote_code ?= ?True|contains custom code which must be executed|execute the configuration file in that repo",
+        "The model brings its own code and the engine refuses to run it.",
+        "Use an engine version that supports the model itself.",
     ),
     _signature(
         r"LoRA rank \d+ is greater than max_lora_rank|failed to (?:load|apply) lora|No adapter found for|Loading lora .* failed",

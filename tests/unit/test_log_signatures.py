@@ -57,10 +57,15 @@ REAL_LINES = [
     ("ValueError: The quantization method fp8 is not supported for the current GPU. Minimum capability: 89. Current capability: 80.", "newer GPU"),
     ("ValueError: Total number of attention heads (4) must be divisible by tensor parallel size (3).", "does not divide"),
     ("PermissionError: [Errno 13] Permission denied: '/models/glm/config.json'", "may not read"),
+    ("ValueError: Failed to load the model config. If the model is a custom model, consider setting `trust_remote_code=True` in LLM.", "its own code"),
     ("RuntimeError: Version mismatch: The cluster was started with:", "another version"),
 ]
 
 HEALTHY_LINES = [
+    "[2026-11-29 18:49:18] server_args={'model_path': '/models/tiny', 'tokenizer_mode': 'auto', 'trust_remote_code': False, 'context_length': None}",
+    "(APIServer pid=116) INFO 11-29 18:10:49 [api_utils.py:286] non-default args: {'model_tag': '/models/tiny', 'host': '10.77.0.11', 'enforce_eager': True}",
+    "(EngineCore pid=314) INFO 11-29 18:12:46 [core.py:133] Initializing a V1 LLM engine (v0.32.0) with config: model='/models/tiny', tokenizer_mode=auto, "
+    "trust_remote_code=False, dtype=torch.bfloat16, max_seq_len=256",
     "(APIServer pid=180) WARNING 11-29 18:24:39 [system_utils.py:255] Found ulimit of 20000 and failed to automatically increase with error current limit "
     "exceeds maximum limit. This can cause fd limit errors like `OSError: [Errno 24] Too many open files`. Consider increasing with ulimit -n",
     "(Worker pid=14712) WARNING 11-29 17:42:53 [cpu_worker.py:114] libtcmalloc is not found in LD_PRELOAD. For best performance, set it.",
