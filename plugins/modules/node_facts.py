@@ -149,17 +149,52 @@ ansible_facts:
               V(supervisor) or V(null) with the reason in C(errors).
           returned: always
           type: dict
+          sample:
+            hostname: gpu-b
+            boot_id: f7d7e2cc-f1d0-406e-af0e-1172dd767e9c
+            kernel: 6.1.0-32-amd64
+            arch: x86_64
+            os: {id: debian, version: "12"}
+            cpus: 96
+            memory_mib: 1031836
+            memory_available_mib: 998420
+            user: root
+            privileged: true
+            python: {executable: /usr/bin/python3, version: 3.11.2}
+            service_manager: systemd
+            supervisord: null
+            container: false
+            errors: {}
         gpus:
           description: GPUs in NVML's order, each MIG instance after its parent, with memory in MiB, processes, health and errors by call.
           returned: always
           type: list
           elements: dict
+          sample:
+            - index: 0
+              uuid: GPU-00000001-0000-4000-8000-000000000000
+              pci_bdf: "0000:10:00.0"
+              vendor: nvidia
+              model: NVIDIA H100 80GB HBM3
+              arch: hopper
+              compute_capability: "9.0"
+              numa_node: null
+              memory: {model: discrete, total_mib: 81559, used_mib: 48000, reserved_mib: 551, unattributed_mib: 0}
+              partition: {kind: null, parent_uuid: null, profile: null, mode_current: false, mode_pending: false}
+              interconnect_domain: null
+              processes: [{pid: 14850, used_mib: 48000, kind: compute, name: "VLLM::Worker_TP", user: rankzero, shard: glm/0}]
+              compute_mode: default
+              health: {state: ok, reasons: []}
+              errors: {}
         topology:
           description:
             - C(gpu_gpu) and C(gpu_hca) hold the distance between two devices, from V(PIX) (one PCIe switch) over V(PXB), V(PHB) and V(NODE) to
               V(SYS); GPUs that NVLink joins are V(NV).
           returned: always
           type: dict
+          sample:
+            gpu_gpu: {GPU-00000001-0000-4000-8000-000000000000: {GPU-00000001-0000-4000-8000-000000000001: NV}}
+            gpu_hca: {GPU-00000001-0000-4000-8000-000000000000: {mlx5_0: PIX, mlx5_1: SYS}}
         hcas:
           description:
             - Every port of every RDMA device. C(usable) says whether a replica may use it, C(reasons) has a sentence for all that speaks against
@@ -183,6 +218,19 @@ ansible_facts:
           returned: always
           type: list
           elements: dict
+          sample:
+            - name: eth0
+              kind: physical
+              up: true
+              carrier: true
+              mtu: 1500
+              mac: "02:fc:00:00:00:01"
+              addresses: [192.0.2.2/24, "2001:db8::2/64"]
+              vlan: null
+              master: null
+              speed_mbps: 25000
+              is_vf: false
+              pci_bdf: "0000:03:00.0"
         routes:
           description: Unicast routes of the main table, one entry per next hop, at most 1000.
           returned: always
@@ -192,6 +240,7 @@ ansible_facts:
           description: Interface and gateway of the default route, V(null) without one.
           returned: always
           type: dict
+          sample: {interface: eth0, gateway: 192.0.2.1}
         hostname_resolves_to:
           description: Addresses that the host's own name stands for, on the host.
           returned: always
@@ -203,12 +252,34 @@ ansible_facts:
               GPUDirect and IMEX.
           returned: always
           type: dict
+          sample:
+            memlock_bytes: 8388608
+            nofile: 20000
+            shm: {size_mib: 24105, free_mib: 24104}
+            ephemeral_ports: [32768, 60999]
+            nccl_conf: {}
+            kho_cma_suspect: false
+            gpudirect: {peermem: false, dmabuf: null}
+            errors: {gpudirect.dmabuf: "the NVIDIA kernel module is not loaded, or the kernel version is not known"}
+            imex: {service: not_installed, channels: [], nodes: null, domain: null, errors: {channels: the driver offers no IMEX channels}}
         drivers:
           description:
             - C(nvidia) with C(state), which is V(ok) or names what is wrong, C(message) and C(hint), and the versions of the driver, CUDA,
               NVML and the kernel module.
           returned: always
           type: dict
+          sample:
+            nvidia:
+              state: ok
+              message: null
+              hint: null
+              driver: 580.95.05
+              cuda: "13.0"
+              nvml: 13.580.95.05
+              kernel_module: 580.95.05
+              library_path: /usr/lib/x86_64-linux-gnu/libnvidia-ml.so.1
+              binding: {version: 13.615.71, path: /usr/local/lib/python3.11/dist-packages/pynvml.py}
+              errors: {}
         engines:
           description: Registered builds by engine. C(problems) says why a build cannot be used.
           returned: always
@@ -226,12 +297,31 @@ ansible_facts:
           returned: always
           type: list
           elements: dict
+          sample:
+            - {port: 22, address: 0.0.0.0, pid: 512, process: sshd, shard: null, listening: true}
+            - {port: 8000, address: 192.0.2.2, pid: 14844, process: python, shard: glm/0, listening: true}
         shards:
           description:
             - The shards deployed here by replica, with rank, revision, hashes of the rendered files, service, stage, and whether this very run
               has been proven ready.
           returned: always
           type: dict
+          sample:
+            glm:
+              rank: 0
+              nodes: 2
+              revision: e4e7f767b4eece7f
+              previous: null
+              unit: {name: inference-glm.service, manager: systemd, active: true, state: running, enabled: true}
+              run_id: 2a0fd7945591
+              stage: running
+              detail: sim-engine runs as process 14844
+              restarts: 0
+              pids: [14807, 14844, 14850]
+              profile: glm-h100-2x8
+              engine: vllm
+              url: "http://192.0.2.2:8000"
+              ready: true
         locks:
           description:
             - Runs of Ansible that change a replica on this host now, by replica, with who, since and until when.
