@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 export PYTHONDONTWRITEBYTECODE := 1
 
 .PHONY: help demo demo-clean test slow-test explore real-test sanity units matrix lab-test lab-quick lab-pytest molecule bench build clean
-.PHONY: lint lint-python lint-ansible lint-docs lint-changelog lint-licences lint-galaxy
+.PHONY: lint lint-python lint-ansible lint-docs lint-changelog lint-licences lint-galaxy lint-ee
 
 help:
 	@echo "make demo              a real two-rank llama.cpp replica on this machine's CPU"
@@ -83,7 +83,7 @@ $(VENV)/.gates: requirements/gates.txt $(VENV)/.test
 # They call each other and ansible by name.
 LINT := PATH="$(CURDIR)/$(BIN):$$PATH" ANSIBLE_CONFIG="$(CURDIR)/ansible.cfg"
 
-lint: lint-python lint-ansible lint-docs lint-changelog lint-licences lint-galaxy
+lint: lint-python lint-ansible lint-docs lint-changelog lint-licences lint-galaxy lint-ee
 
 lint-python: $(VENV)/.test
 	@$(BIN)/ruff check .
@@ -108,6 +108,10 @@ lint-galaxy: $(VENV)/.gates
 	@cd .cache/galaxy && $(LINT) GALAXY_IMPORTER_RUN_ANSIBLE_LINT=False GALAXY_IMPORTER_CHECK_REQUIRED_TAGS=True python -m galaxy_importer.main *.tar.gz \
 	    > import.log 2>&1 || { cat import.log; exit 1; }
 	@tail -n 1 .cache/galaxy/import.log
+
+# What would be built; building it needs a container engine.
+lint-ee: $(VENV)/.gates
+	@$(LINT) ansible-builder create --file extensions/awx/execution-environment.yml --context .cache/ee --verbosity 1
 
 $(VENV)/.lab: requirements/lab.txt $(VENV)/.test
 	@echo "Installing molecule into $(VENV) ..."

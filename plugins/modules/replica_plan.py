@@ -126,6 +126,25 @@ plan:
     shards:
       description: By inventory host, rank, GPUs, HCAs and launches. C(why) gives the reason of every variable, C(converge) what differs on the host now.
       type: dict
+      sample:
+        gpu-b:
+          rank: 0
+          nodes: 2
+          address: 192.0.2.2
+          interface: eth0
+          serves_http: true
+          gpus: [GPU-00000001-0000-4000-8000-000000000000]
+          hcas: []
+          http_port: 8000
+          leader_port: 29500
+          tie: {address: 192.0.2.2, port: 29400, secret: tie_key, silent_seconds: 20, run_ports: [29500, 29501, 29502]}
+          launches:
+            - name: vllm
+              path: /opt/vllm/bin/vllm
+              args: [serve, /models/glm, --host, 192.0.2.2, --port, "8000", --served-model-name, glm, --tensor-parallel-size, "8"]
+              env: {CUDA_VISIBLE_DEVICES: GPU-00000001-0000-4000-8000-000000000000, GLOO_SOCKET_IFNAME: eth0}
+              why: {GLOO_SOCKET_IFNAME: "replica_address of this host: 192.0.2.2"}
+          converge: {reasons: [the host has no shard of this replica], restart: true}
     not_chosen:
       description: By inventory host, why it was not taken.
       type: dict
