@@ -351,7 +351,15 @@ _IMEX_DOMAIN = {"status": _text, "nodes": _list(_mapping({"host": _text}))}
 _FACTS = _empty(
     {
         "host": _empty(
-            {"memory_available_mib": _number, "service_manager": _text, "supervisord": _text, "user": _text, "python": _empty({"executable": _text})}
+            {
+                "memory_available_mib": _number,
+                "os": _empty({"id": _text, "version": _text}),
+                "errors": _table(_text),
+                "service_manager": _text,
+                "supervisord": _text,
+                "user": _text,
+                "python": _empty({"executable": _text}),
+            }
         ),
         "gpus": _list(_mapping(_GPU)),
         "topology": _empty({"gpu_hca": _table(_table(_text))}),
@@ -364,6 +372,7 @@ _FACTS = _empty(
             {
                 "memlock_bytes": _memlock,
                 "kho_cma_suspect": _flag,
+                "nccl_conf": _table(_table(_text)),
                 "shm": _mapping({"size_mib": _number}),
                 "ephemeral_ports": _list(_whole(0, 65535)),
                 "imex": _empty({"domain": _mapping(_IMEX_DOMAIN)}),

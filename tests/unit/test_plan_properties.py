@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ansible_collections.rankzero.inference.plugins.plugin_utils import node_report
 from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Fault
 from ansible_collections.rankzero.inference.plugins.plugin_utils.plan import Request, build_plan
 from ansible_collections.rankzero.inference.plugins.plugin_utils.tables import plan_text
@@ -83,6 +84,8 @@ def rack(number: int) -> dict[str, Any]:
         "nodes": ["10.0.0.1", "10.0.0.2"],
         "domain": {"status": "up", "ready": True, "nodes": nodes},
     }
+    found["host"].update(os={"id": "ubuntu", "version": "24.04"}, errors={"boot_id": "not there"}, memory_available_mib=1000)
+    found["limits"]["shm"] = {"size_mib": 64, "free_mib": 1}
     found["limits"]["nccl_conf"] = {"/etc/nccl.conf": {"NCCL_IB_TIMEOUT": "22"}}
     found["interfaces"].append({"name": "eno9", "kind": "physical", "up": True, "carrier": True, "addresses": [f"10.0.0.{number + 50}/24"], "master": None})
     return found
@@ -201,6 +204,7 @@ def test_a_mangled_request_gives_a_plan_or_faults(request_: Request, random: Any
     again = list(request_.hosts)
     random.shuffle(again)
     assert build_plan(dataclasses.replace(request_, hosts=tuple(again))) == plan
+    assert all(node_report.report(host.name, host.facts).startswith(host.name) for host in request_.hosts), "and the report on such facts is one too"
     faults = [Fault(**fault) for fault in plan["faults"]]
     assert faults == sorted(faults, key=Fault.sort_key) and len(set(faults)) == len(faults)
     assert all(fault.seen and fault.wanted and fault.seen.isprintable() for fault in faults)
