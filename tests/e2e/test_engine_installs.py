@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import fleet
+import podman_image
 import pytest
 import wheels
 from test_llamacpp_replica import llama, profile  # noqa: F401
@@ -152,3 +153,27 @@ def test_a_build_in_use_stays(make_fleet: MakeFleet, model: pathlib.Path, llama:
     run(hosts, "install_engine", changed=1, **again)
     assert not served_from.exists()
     run(hosts, "uninstall_engine", changed=1, engine_name="llamacpp", engine_build_name="b1")
+
+
+@pytest.mark.slow
+def test_an_image_is_a_build_as_any_other(make_fleet: MakeFleet, tmp_path: pathlib.Path) -> None:
+    env, problem = podman_image.save(tmp_path)
+    if problem:
+        pytest.skip(problem)
+    hosts = make_fleet(["node-a"])
+    extra = installs(
+        "image",
+        engine_archive=str(tmp_path / "image.tar"),
+        engine_sha256=hashlib.sha256((tmp_path / "image.tar").read_bytes()).hexdigest(),
+        engine_mounts=["/models"],
+        engine_podman_options=["--cgroups=enabled", "--ulimit=nproc=1024:1024"],
+        engine_env=env,
+        engine_all_gpus=False,
+        replica_module_environment=env,
+    )
+    run(hosts, "install_engine", changed=1, **extra)
+    found = record(hosts, "llamacpp-b1")
+    assert found["version"] == "1.2.3" and found["container"]["mounts"] == ["/models"] and set(found["paths"]) == {"llama-server", "ggml-rpc-server"}
+    run(hosts, "install_engine", changed=0, **extra)
+    run(hosts, "uninstall_engine", changed=1, engine_name="llamacpp", engine_build_name="b1", replica_module_environment=env)
+    assert not (hosts.root("node-a") / "opt/rankzero/engines").exists()

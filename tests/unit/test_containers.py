@@ -8,14 +8,13 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-import os
 import pathlib
-import shutil
 import subprocess
 import types
 from typing import Any
 
 import engine_requests as made
+import podman_image
 import pytest
 from test_engine_installs import run, wish
 
@@ -145,66 +144,16 @@ def test_images_that_are_not_one_certain_image(more: dict[str, Any], text: str) 
         engine_installs.check(image(**more))
 
 
-SOURCE = """#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-int main(int count, char **words) {
-    if (count > 1 && !strcmp(words[1], "--version")) { puts("version: 1.2.3"); return 0; }
-    for (int number = 1; number < count; number++) puts(words[number]);
-    puts(getenv("VLLM_API_KEY") ? getenv("VLLM_API_KEY") : "no key");
-    FILE *file = fopen(getenv("READ"), "r");
-    puts(file ? "read it" : "cannot read it");
-    return 7;
-}
-"""
-
-
-def podman_problem(folder: pathlib.Path) -> str | None:
-    """Why no container runs on this machine. Storage and settings are the test's own; the runtime is what works here."""
-    if shutil.which("podman") is None or shutil.which("cc") is None or os.geteuid() != 0:
-        return "no podman, no compiler, or not root"
-    (folder / "program.c").write_text(SOURCE)
-    built = subprocess.run(["cc", "-static", "-o", str(folder / "llama-server"), str(folder / "program.c")], capture_output=True, text=True, check=False)
-    if built.returncode:
-        return built.stderr
-    (folder / "containers.conf").write_text('[engine]\ncgroup_manager = "cgroupfs"\n' + ('runtime = "runc"\n' if shutil.which("runc") else ""))
-    (folder / "storage.conf").write_text(f'[storage]\ndriver = "vfs"\ngraphroot = "{folder}/storage"\nrunroot = "{folder}/run"\n')
-    return None
-
-
 @pytest.mark.slow
 def test_a_real_container(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Imported, saved, installed from the archive, asked for its version, started with a key and a model, and removed with its image."""
-    problem = podman_problem(tmp_path)
+    env, problem = podman_image.save(tmp_path)
     if problem:
         pytest.skip(problem)
-    for name in ("CONTAINERS_CONF", "CONTAINERS_STORAGE_CONF"):
-        monkeypatch.setenv(name, str(tmp_path / (name.replace("CONTAINERS_STORAGE_CONF", "storage").replace("CONTAINERS_CONF", "containers") + ".conf")))
-    env = {name: os.environ[name] for name in ("CONTAINERS_CONF", "CONTAINERS_STORAGE_CONF")}
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
     (tmp_path / "models").mkdir()
     (tmp_path / "models/m.gguf").write_text("x")
-    tar = subprocess.run(["tar", "-C", str(tmp_path), "-c", "--transform=s,^,usr/bin/,", "llama-server"], capture_output=True, check=True).stdout
-    imported = subprocess.run(["podman", "import", "-", "localhost/engine:1"], input=tar, capture_output=True, check=False)
-    tried = subprocess.run(
-        [
-            "podman",
-            "run",
-            "--rm",
-            "--network=host",
-            "--ulimit=nofile=1024:1024",
-            "--ulimit=nproc=1024:1024",
-            "--entrypoint=/usr/bin/llama-server",
-            "localhost/engine:1",
-            "--version",
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if tried.returncode:
-        pytest.skip("podman runs no container here: " + (imported.stderr.decode() + tried.stderr)[-300:])
-    subprocess.run(["podman", "save", "--quiet", "-o", str(tmp_path / "image.tar"), "localhost/engine:1"], check=True)
-    subprocess.run(["podman", "image", "rm", "localhost/engine:1"], check=True, capture_output=True)
 
     store = Store(str(tmp_path / "root"), "llamacpp", "i1", run)
     sha256 = hashlib.sha256((tmp_path / "image.tar").read_bytes()).hexdigest()
