@@ -37,6 +37,7 @@ def test_whole(tmp_path):
         "python": {"path": sys.executable, "version": "3.12.4"},
         "versions": {"torch": "2.13.0"},
         "programs_sha256": {"vllm": "ab"},
+        "container": {"image": "sha256:1", "mounts": ["/models"]},
         "schema": 1,
     }
     register(tmp_path, "vllm-nightly.json", record)
