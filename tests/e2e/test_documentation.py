@@ -53,7 +53,7 @@ def commands(page: pathlib.Path) -> list[list[str]]:
 def extra_variables(command: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for position, word in enumerate(command):
-        if word == "-e":
+        if word == "-e" and not command[position + 1].startswith("@"):
             text = command[position + 1]
             found.update(json.loads(text) if text.startswith("{") else dict([text.split("=", 1)]))
     return found
