@@ -23,7 +23,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 ENVIRONMENTS = ROOT / ".venv-matrix"
 CORES = {"2.19": "ansible-core>=2.19,<2.20", "2.21": "ansible-core>=2.21,<2.22", "2.22": "ansible-core>=2.22.0rc1,<2.23"}
 CONTROLLERS = ["3.11:2.19", "3.12:2.19", "3.13:2.19", "3.12:2.21", "3.13:2.21", "3.14:2.21", "3.13:2.22", "3.14:2.22"]
-HOSTS = ["3.9", "3.10", "3.12", "3.14"]
+HOSTS = ["3.9", "3.10", "3.12", "3.13", "3.14"]
 UNITS = ["tests/unit", "-m", "not slow and not lab"]
 LIFE = ["tests/e2e/test_simulated_replica.py", "tests/e2e/test_recorded_facts.py", "tests/e2e/test_awx_runner.py", "-m", "not slow and not lab"]
 

@@ -13,6 +13,7 @@ downloaded one: it installs the wanted pip by way of ensurepip. `.collections`, 
 
 from __future__ import annotations
 
+import os
 import pathlib
 import re
 import subprocess
@@ -20,6 +21,7 @@ import sys
 import tempfile
 
 import ansible_test
+import matrix
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CACHE = pathlib.Path.home() / ".ansible/test/cache"
@@ -59,9 +61,27 @@ def main() -> int:
     lay_bootstrap()
     with tempfile.TemporaryDirectory(prefix="rankzero-ansible-test-") as directory:
         tree = lay_tree(pathlib.Path(directory))
-        program = pathlib.Path(sys.executable).parent / "ansible-test"
         version = "{}.{}".format(*sys.version_info[:2])
-        return subprocess.run([str(program), what, "--venv", "--python", version, "--color", "no", *arguments], cwd=tree, check=False).returncode
+        code = run(tree, [what, "--venv", "--python", version, *arguments])
+        if what == "sanity" and not arguments:
+            code = max([code, *(under(tree, other) for other in matrix.HOSTS if other != version)])
+        return code
+
+
+def run(tree: pathlib.Path, words: list[str], path: str = "") -> int:
+    program = str(pathlib.Path(sys.executable).parent / "ansible-test")
+    environment = {**os.environ, "PATH": path + os.pathsep + os.environ["PATH"]}
+    return subprocess.run([program, *words, "--color", "no"], cwd=tree, env=environment, check=False).returncode
+
+
+def under(tree: pathlib.Path, version: str) -> int:
+    """Compile and import the modules under another Python that hosts have, if it is found here."""
+    try:
+        python = matrix.interpreter(version)
+    except matrix.Skipped as reason:
+        print(f"Not compiled and imported under Python {version}: {reason}", flush=True)
+        return 0
+    return run(tree, ["sanity", "--local", "--python", version, "--test", "compile", "--test", "import"], str(pathlib.Path(python).parent))
 
 
 if __name__ == "__main__":
