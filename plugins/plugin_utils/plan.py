@@ -575,7 +575,7 @@ def _choose_fabric(ranks: list[Rank], profile: Profile, engine: Engine, options:
             options.fabric,
             options.fabrics,
             {one.host.name: one.facts for one in ranks},
-            {one.host.name: [gpu["uuid"] for gpu in one.gpus] for one in ranks},
+            {one.host.name: [gpu["uuid"] for gpu in _meant_gpus(one, profile)] for one in ranks},
             {one.host.name: one.endpoint.interface for one in ranks if one.endpoint},
             findings,
         )
@@ -592,6 +592,14 @@ def _check_limits(ranks: t.Sequence[Rank], findings: Findings) -> None:
         troubles += list(limit_checks.of_memory(one.facts)) if len(one.gpus) > 1 else []
         for trouble in troubles:
             findings.warn(trouble.field, trouble.seen, trouble.wanted, trouble.hint + ".", host=one.host.name, rank=one.rank)
+
+
+def _meant_gpus(one: Rank, profile: Profile) -> list[placement.Gpu]:
+    """The rank's GPUs, or, where it is short of some, those that it would have if others left theirs: one GPU that is held is one fault, and must not
+    make its HCA a fault of the fabric on every other host, too."""
+    given = {gpu["uuid"] for gpu in one.gpus}
+    others = [gpu for gpu in one.facts["gpus"] if gpu["uuid"] not in given]
+    return [*one.gpus, *others[: max(0, profile.gpus_per_node - len(one.gpus))]]
 
 
 def nvlink_problem(ranks: t.Sequence[Rank], wanted: str | None) -> str | None:

@@ -1105,3 +1105,14 @@ def test_ranks_with_different_tie_keys_are_all_written_anew() -> None:
         found = convergence.with_tie(settled, {**same, "n2": {"tie_id": other}})
         assert all(one["restart"] and convergence.TIE_DIFFERS in one["reasons"] for one in found.values())
     assert convergence.with_tie({"n1": settled["n1"]}, {"n1": {"tie_id": None}})["n1"] == settled["n1"]
+
+
+def test_a_gpu_that_is_held_is_one_fault_and_not_one_of_the_fabric_on_every_host() -> None:
+    """Ports are chosen by their distance to the rank's GPUs. A rank that is short of one must not seem to lack that GPU's rail."""
+    found = {f"n{number}": node(number, hcas=8) for number in range(1, 5)}
+    for host in found.values():
+        for one, port in zip(host["gpus"], host["hcas"]):
+            host["topology"]["gpu_hca"][one["uuid"]] = {port["name"]: "PIX"}
+    assert plan(found, profile(nodes=4, pp=4))["faults"] == []
+    found["n3"]["gpus"][2]["processes"] = [{"pid": 4711, "used_mib": 71000, "name": "python3", "user": "eve", "shard": None, "kind": "compute"}]
+    assert faults(found, profile(nodes=4, pp=4)) == [("n3", "gpus")]
