@@ -124,7 +124,7 @@ class Progress:
     def line(self, stage: str, text: str | None, budget: float) -> None:
         self._shown = time.monotonic()
         if not self._silent:
-            parts = [f"{self._head} {stage.ljust(8)}", f"{self.seconds:.0f} s", _shorten(text), f"budget {budget:.0f} s"]
+            parts = [f"{self._head} {stage.ljust(8)}", f"{self.seconds:.0f} s", _shorten(text), f"budget {budget:.0f} s" if budget else ""]
             display.display(" · ".join(part for part in parts if part))
 
 
