@@ -402,4 +402,4 @@ def test_several_replicas_are_rolled_one_at_a_time_and_stop_at_the_first_that_fa
     assert current(hosts, "life-a") == before and all(any(current(hosts, name)) for name in names) and no_locks(hosts)
     for names, told in ((["life-a", "life-x"], "Without hosts: replica_life_x"), (["life-a", "life-a"], "different names"), ("life-a", "must be a list")):
         done = roll(names)
-        assert done.returncode == 4 and told in done.stdout + done.stderr and "PLAY [" not in done.stdout, done.stdout + done.stderr
+        assert done.returncode == 4 and told in done.stdout + done.stderr and "TASK [" not in done.stdout, done.stdout + done.stderr
