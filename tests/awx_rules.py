@@ -88,7 +88,7 @@ def answer_faults(survey: dict[str, Any], answers: dict[str, Any]) -> list[str]:
             elif len(answer) < (question.get("min") or 0) or len(answer) > (question.get("max") or 1 << 30):
                 found.append(f"{name}: length {len(answer)}")
         elif question["type"] == "integer":
-            if type(answer) is not int:
+            if not isinstance(answer, int) or isinstance(answer, bool):
                 found.append(f"{name}: no number")
             elif answer < (question.get("min") or 0) or answer > (question.get("max") or 1 << 30):
                 found.append(f"{name}: {answer}")
