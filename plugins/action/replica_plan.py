@@ -113,7 +113,7 @@ class ActionModule(ActionBase):
         try:
             text = self._loader.get_text_file_contents(self._find_needle("files", path)).rstrip()
         except (AnsibleError, OSError, UnicodeError) as error:
-            problem = " ".join(str(error).split("\n")[0].split()) or type(error).__name__
+            problem = " ".join(str(error).split("\n", 1)[0].split()) or type(error).__name__
             findings.fault(KEY_FILE, "%s: %s" % (path, problem), "a file on the controller that holds the key", "Give a path that this user can read.")
             return None
         if not text:

@@ -105,7 +105,7 @@ class ActionModule(ActionBase):
         target = back["revision"] if self._host in back["hosts"] else None
         if not (self._record or self._called()):
             return self._nothing()
-        if before == target is not None and not back["rekey"] and (not self._called() or target == shard.get("fingerprint")):
+        if target is not None and before == target and not back["rekey"] and (not self._called() or target == shard.get("fingerprint")):
             return {**self._nothing(), "revision": target, "reasons": ["revision %s was there before this run, and stays" % target]}
         # Where this run has called it may only undo under its own lock; where it had nothing to change, it takes the lock now.
         return self._with_log(
