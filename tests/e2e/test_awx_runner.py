@@ -17,7 +17,7 @@ import ansible_runner
 import awx_rules
 import fleet
 import pytest
-from conftest import free_port, sim_profile
+from conftest import sim_profile
 from test_simulated_replica import request
 
 MakeFleet = Callable[..., fleet.Fleet]
@@ -95,7 +95,7 @@ def roots(hosts: fleet.Fleet) -> list[pathlib.Path]:
 def test_life_under_awx(make_fleet: MakeFleet, model: pathlib.Path, tmp_path: pathlib.Path, forks: int) -> None:
     """Empty answers leave what the inventory says; lines come live; the endpoint is an artifact; the key is in no event."""
     hosts = make_fleet(
-        ["gpu-b", "gpu-a"], gpus=1, replica="e2e", replica_leader_port=free_port(), replica_leader="gpu-b", replica_profile="tiny",
+        ["gpu-b", "gpu-a"], gpus=1, replica="e2e", replica_leader="gpu-b", replica_profile="tiny",
         replica_profiles={"tiny": {}, "other": {}},
     )  # fmt: skip
     hosts.variables["replica_profiles"]["tiny"] = sim_profile(hosts, model, nodes=2, gpus=1)

@@ -20,7 +20,7 @@ from typing import Any
 
 import fleet
 import pytest
-from conftest import free_port, sim_profile
+from conftest import sim_profile
 
 MakeFleet = Callable[..., fleet.Fleet]
 REPLICA = "ill"
@@ -74,7 +74,7 @@ class Patient:
 
 @pytest.fixture
 def patient(make_fleet: MakeFleet, model: pathlib.Path) -> Patient:
-    return Patient(make_fleet(["gpu-a", "gpu-b"], gpus=2, replica=REPLICA, replica_leader_port=free_port()), model)
+    return Patient(make_fleet(["gpu-a", "gpu-b"], gpus=2, replica=REPLICA), model)
 
 
 def row(output: str, host: str) -> str:

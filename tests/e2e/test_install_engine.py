@@ -16,7 +16,7 @@ import fleet
 import podman_image
 import pytest
 import wheels
-from test_llamacpp_replica import llama, profile  # noqa: F401
+from test_llamacpp_replica import profile
 from test_simulated_replica import recap, with_profile
 
 MakeFleet = Callable[..., fleet.Fleet]

@@ -15,7 +15,6 @@ from typing import Any
 
 import fleet
 import pytest
-from conftest import free_port
 from test_lifecycle import NAME, current, extra_for, no_locks, ok, proven, refused, url_of
 from test_simulated_replica import request
 
@@ -59,7 +58,7 @@ def deploy(hosts: fleet.Fleet, model: pathlib.Path, number: int, *args: str) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("again", ["fails", "succeeds"])
 def test_a_deploy_that_is_killed_at_any_step_over_a_revision(make_fleet: MakeFleet, model: pathlib.Path, again: str) -> None:
-    hosts = make_fleet(["gpu-a", "gpu-b"], gpus=1, replica=NAME, replica_leader_port=free_port())
+    hosts = make_fleet(["gpu-a", "gpu-b"], gpus=1, replica=NAME)
     steps = steps_of(run_until(hosts, 0, extra_for(hosts, model, "--max-model-len", "2999")))
     apart = []
     for step in steps:
@@ -86,7 +85,7 @@ def test_a_deploy_that_is_killed_at_any_step_over_a_revision(make_fleet: MakeFle
 
 @pytest.mark.slow
 def test_a_first_deploy_that_is_killed_at_any_step_and_then_fails_leaves_nothing(make_fleet: MakeFleet, model: pathlib.Path) -> None:
-    hosts = make_fleet(["gpu-a", "gpu-b"], gpus=1, replica=NAME, replica_leader_port=free_port())
+    hosts = make_fleet(["gpu-a", "gpu-b"], gpus=1, replica=NAME)
     steps = steps_of(run_until(hosts, 0, extra_for(hosts, model)))
     ok(hosts.run("remove_replica", extra=extra_for(hosts, model)))
     halves = 0

@@ -158,7 +158,7 @@ def runner(hosts: fleet.Fleet, model: pathlib.Path, outputs: list[str]) -> Calla
 @pytest.mark.slow
 def test_rollback_and_restart(make_fleet: MakeFleet, model: pathlib.Path) -> None:
     """Back and forth between two revisions, and a restart of all ranks. No run leaves a lock."""
-    hosts = make_fleet(["gpu-a", "gpu-b"], gpus=1, replica=NAME, replica_leader_port=free_port())
+    hosts = make_fleet(["gpu-a", "gpu-b"], gpus=1, replica=NAME)
     run = runner(hosts, model, [])
     ok(run("deploy_replica"))
     first = current(hosts)
@@ -180,7 +180,7 @@ def test_rollback_and_restart(make_fleet: MakeFleet, model: pathlib.Path) -> Non
 @pytest.mark.slow
 def test_rollbacks_that_cannot_be_and_a_new_key(make_fleet: MakeFleet, model: pathlib.Path) -> None:
     """What cannot be rolled back to is listed or, when it does not get ready, undone. Then a new key: said first, proven, and nowhere to be seen."""
-    hosts = make_fleet(["gpu-a", "gpu-b"], gpus=1, replica=NAME, replica_leader_port=free_port())
+    hosts = make_fleet(["gpu-a", "gpu-b"], gpus=1, replica=NAME)
     old_key, new_key = "old-key-0123456789", "new-key-9876543210"
     outputs: list[str] = []
     run = runner(hosts, model, outputs)
@@ -219,7 +219,7 @@ def test_rollbacks_that_cannot_be_and_a_new_key(make_fleet: MakeFleet, model: pa
 @pytest.mark.slow
 def test_the_second_of_two_deploys_is_refused(make_fleet: MakeFleet, model: pathlib.Path) -> None:
     """A real second deploy beside the first, while that changes hosts and while it waits for the proof; then the same by another controller's run."""
-    hosts = make_fleet(["gpu-a", "gpu-b"], gpus=1, replica=NAME, replica_leader_port=free_port())
+    hosts = make_fleet(["gpu-a", "gpu-b"], gpus=1, replica=NAME)
     first = start(hosts, "deploy_replica", extra_for(hosts, model, "--sim-load-seconds", "6"))
     try:
         until(lambda: lock_file(hosts, "gpu-a").exists())
@@ -261,7 +261,7 @@ def test_the_second_of_two_deploys_is_refused(make_fleet: MakeFleet, model: path
 @pytest.mark.slow
 def test_of_two_first_deploys_that_begin_together_exactly_one_is_deployed(make_fleet: MakeFleet, model: pathlib.Path) -> None:
     """Both plan before either has a lock, and reach the hosts in opposite order: the facts are recorded, and one fork goes through the hosts."""
-    hosts = make_fleet(["gpu-a", "gpu-b"], gpus=1, replica=NAME, replica_leader_port=free_port())
+    hosts = make_fleet(["gpu-a", "gpu-b"], gpus=1, replica=NAME)
     record_facts(hosts, model)
     forward, backward = hosts.inventory, hosts.directory / "backward.json"
     inventory = json.loads(forward.read_text())
@@ -290,7 +290,7 @@ def test_of_two_first_deploys_that_begin_together_exactly_one_is_deployed(make_f
 @pytest.mark.slow
 def test_a_controller_that_is_killed_anywhere(make_fleet: MakeFleet, model: pathlib.Path) -> None:
     """Hosts are in one of two states, and the next deploy finishes what was begun, without waiting for the lock of the dead run."""
-    hosts = make_fleet(["gpu-a", "gpu-b"], gpus=1, replica=NAME, replica_leader_port=free_port())
+    hosts = make_fleet(["gpu-a", "gpu-b"], gpus=1, replica=NAME)
     ok(hosts.run("deploy_replica", extra=extra_for(hosts, model)))
 
     def planned(words: list[str]) -> bool:
@@ -329,7 +329,7 @@ def test_a_controller_that_is_killed_anywhere(make_fleet: MakeFleet, model: path
 @pytest.mark.slow
 def test_a_host_is_drained_and_comes_back(make_fleet: MakeFleet, model: pathlib.Path) -> None:
     """Requests in flight are waited for; then the replica stops on all of its hosts, and nothing is planned on the cordoned one until it is undrained."""
-    hosts = make_fleet(["gpu-a", "gpu-b"], gpus=1, replica=NAME, replica_leader_port=free_port(), replica_api_key="drain-key-0123456789")
+    hosts = make_fleet(["gpu-a", "gpu-b"], gpus=1, replica=NAME, replica_api_key="drain-key-0123456789")
     extra = {**extra_for(hosts, model, "--sim-itl", "0.2"), "drain_host": "gpu-b", "drain_reason": "fan 3 is broken"}
     ok(hosts.run("deploy_replica", extra=extra))
     assert "Give -e drain_reason" in refused(hosts.run("drain_node", extra={**extra, "drain_reason": ""}))

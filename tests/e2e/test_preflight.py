@@ -12,7 +12,7 @@ from typing import Any
 
 import fleet
 import pytest
-from conftest import free_port, sim_profile
+from conftest import sim_profile
 
 MakeFleet = Callable[..., fleet.Fleet]
 REPLICA = "flight"
@@ -37,7 +37,7 @@ def variables(hosts: fleet.Fleet, model: pathlib.Path, nodes: int, **more: Any) 
 
 def test_alone_and_before_a_deploy(make_fleet: MakeFleet, model: pathlib.Path) -> None:
     """Three ranks reach each other; then the same in a deploy; then beside the running replica, whose GPUs and ports are left alone."""
-    hosts = make_fleet(["gpu-a", "gpu-b", "gpu-c"], gpus=1, replica=REPLICA, replica_leader_port=free_port())
+    hosts = make_fleet(["gpu-a", "gpu-b", "gpu-c"], gpus=1, replica=REPLICA)
     alone = hosts.run("preflight", extra=variables(hosts, model, 3))
     output = alone.stdout + alone.stderr
     assert alone.returncode == 0 and "Preflight of replica flight: passed" in output, output

@@ -13,7 +13,6 @@ from collections.abc import Callable
 
 import fleet
 import pytest
-from conftest import free_port
 from test_lifecycle import NAME, current, extra_for, no_locks, ok, proven, refused, url_of
 from test_simulated_replica import recap, request
 
@@ -24,7 +23,7 @@ KEY = "repair-key-0123456789"
 @pytest.mark.slow
 def test_a_shard_without_its_supervisord_is_taken_back(make_fleet: MakeFleet, model: pathlib.Path) -> None:
     """supervisord killed, and its pid file lost: the next deploy, or a restart, has the shard managed again."""
-    hosts = make_fleet(["gpu-a", "gpu-b"], gpus=1, replica=NAME, replica_leader_port=free_port())
+    hosts = make_fleet(["gpu-a", "gpu-b"], gpus=1, replica=NAME)
     extra = extra_for(hosts, model)
     ok(hosts.run("deploy_replica", extra=extra))
     revision = current(hosts)
@@ -55,7 +54,7 @@ def test_a_shard_without_its_supervisord_is_taken_back(make_fleet: MakeFleet, mo
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", ["content", "mode", "tie"])
 def test_a_secret_that_somebody_changed_is_written_again(make_fleet: MakeFleet, model: pathlib.Path, damage: str) -> None:
-    hosts = make_fleet(["gpu-a"], gpus=1, replica=NAME, replica_leader_port=free_port(), replica_api_key=KEY)
+    hosts = make_fleet(["gpu-a"], gpus=1, replica=NAME, replica_api_key=KEY)
     extra = extra_for(hosts, model, nodes=1)
     ok(hosts.run("deploy_replica", extra=extra))
     secret = hosts.root("gpu-a") / "etc/rankzero" / NAME / "current/secrets" / "api_key"
@@ -100,7 +99,7 @@ def test_requests_that_name_nothing_are_failures(make_fleet: MakeFleet, model: p
 
 @pytest.mark.slow
 def test_a_host_that_leaves_the_replica_is_a_part_of_the_way_back_until_the_others_are_proven(make_fleet: MakeFleet, model: pathlib.Path) -> None:
-    hosts = make_fleet(["gpu-a", "gpu-b"], gpus=1, replica=NAME, replica_leader_port=free_port())
+    hosts = make_fleet(["gpu-a", "gpu-b"], gpus=1, replica=NAME)
     ok(hosts.run("deploy_replica", extra=extra_for(hosts, model)))
     before = current(hosts)
     told = refused(hosts.run("deploy_replica", extra=extra_for(hosts, model, "--sim-fail", "CUDA out of memory.", nodes=1)))

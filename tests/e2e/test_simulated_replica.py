@@ -16,7 +16,7 @@ from typing import Any
 
 import fleet
 import pytest
-from conftest import free_port, sim_profile
+from conftest import sim_profile
 
 KEY = "k3y-with-%-$HOME-'quotes'-and-\"more\""
 MakeFleet = Callable[..., fleet.Fleet]
@@ -52,7 +52,7 @@ def test_life_of_a_replica(make_fleet: MakeFleet, model: pathlib.Path, tmp_path:
     """Check, deploy, deploy again, change, fail and come back, remove, remove again; and the key is nowhere to be seen."""
     key_file = tmp_path / "key"
     key_file.write_text(KEY)
-    hosts = make_fleet(["gpu-10", "gpu-9"], gpus=2, replica_api_key_file=str(key_file), replica_leader_port=free_port())
+    hosts = make_fleet(["gpu-10", "gpu-9"], gpus=2, replica_api_key_file=str(key_file))
     outputs = []
 
     def run(playbook: str, *arguments: str, profile: dict[str, Any] | None = None, **more: Any) -> subprocess.CompletedProcess[str]:
