@@ -567,7 +567,7 @@ def _follower(observation: Map, evidence: Map) -> Finding:
     serving = observation.get("leader_serving")
     missing = _missing_proof(observation, evidence)
     if missing is None and serving is not False:
-        return _ready(evidence, "the leader serves" if serving else "nobody asked the leader")
+        return _ready(evidence, "the leader serves" if serving else "the leader was not asked here")
     if missing is not None and serving:
         return _decided(missing, _grace_is_over(observation))
     return _before_serving(observation, evidence, "the leader does not serve yet")

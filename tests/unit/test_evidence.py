@@ -148,7 +148,7 @@ def test_follower_waits_for_the_leader() -> None:
 def test_follower_is_judged_alone_when_nobody_asks_the_leader() -> None:
     verdict = judge(observed(leader=False, leader_serving=None, serving_since=None))
     assert verdict["stage"] == "ready"
-    assert "nobody asked the leader" in verdict["reason"]
+    assert "the leader was not asked here" in verdict["reason"]
 
 
 def test_cpu_profile_is_judged_without_gpus_and_says_so() -> None:
