@@ -86,7 +86,15 @@ def _advice(failure: Result) -> list[str]:
     verdict = _verdict(failure)
     told = ["  do: %s" % verdict["hint"]] if verdict.get("hint") else []
     log = verdict.get("log_lines")
-    return told + ["    | %s" % line for line in (log[:TELLING_LINES] if isinstance(log, list) else ())]
+    return told + ["    | %s" % line for line in _telling(log if isinstance(log, list) else [], bool(verdict.get("cause")))]
+
+
+def _telling(log: list[t.Any], cause: bool) -> list[t.Any]:
+    """The first lines where one tells a cause, for that one is first; else the engine's last words, and the first line, which may be an error of its own."""
+    if cause:
+        return log[:TELLING_LINES]
+    said = [line for line in log if not str(line).startswith("run_shard: ")] or log
+    return said[:1] + said[1:][1 - TELLING_LINES :]
 
 
 def _who(host: str, ranks: t.Mapping[str, int]) -> str:

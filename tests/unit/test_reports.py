@@ -8,6 +8,8 @@ from __future__ import annotations
 import subprocess
 from typing import Any
 
+import pytest
+
 from ansible_collections.rankzero.inference.plugins.plugin_utils import environment_text, failures, node_report, status
 
 
@@ -103,6 +105,21 @@ def test_a_failed_deploy_names_the_culprit_with_its_cause_first() -> None:
         "  next: ansible-playbook rankzero.inference.diagnose -e replica_name=glm",
     ]
     assert "Nothing of it was left behind." in failures.summary("glm", {}, {}, None)
+
+
+@pytest.mark.parametrize(
+    ("log", "shown"),
+    [
+        (["run_shard: the leader listens", "loading", "half", "bad flag --x", "run_shard: stopping", "run_shard: is over"], ["loading", "half", "bad flag --x"]),
+        (["ValueError: x", "one", "two", "three", "run_shard: stopping"], ["ValueError: x", "two", "three"]),
+        (["boom", "bang"], ["boom", "bang"]),
+        (["run_shard: one", "run_shard: two"], ["run_shard: one", "run_shard: two"]),
+        ([], []),
+    ],
+)
+def test_a_failure_without_a_known_cause_shows_the_engine_s_last_words(log: list[str], shown: list[str]) -> None:
+    text = failures.summary("glm", {"gpu-a": {"verdict": {"reason": "it ended", "cause": None, "log_lines": log}}}, {"gpu-a": 0}, "abc")
+    assert [line[6:] for line in text.splitlines() if line.startswith("    | ")] == shown
 
 
 def test_a_replica_is_ready_only_as_a_whole() -> None:
