@@ -106,8 +106,15 @@ def _examine_gpus(candidate: Candidate, profile: Profile, replica: str) -> None:
             "gpus",
             seen,
             "%d GPUs%s%s" % (profile.gpus_per_node, " of class %s" % profile.gpu_class if profile.gpu_class else "", " of one type" if of_types else ""),
-            "Free the GPUs, lower gpus_per_node, or take another host.",
+            _enough_gpus(gpus, profile),
         )
+
+
+def _enough_gpus(gpus: t.Sequence[Gpu], profile: Profile) -> str:
+    """What to do; a class that none of the GPUs has is no matter of free ones. A GPU without a model, for it is broken, says nothing of its class."""
+    if gpus and profile.gpu_class and not any(not gpu.get("model") or of_class(gpu, profile.gpu_class) for gpu in gpus):
+        return "Correct gpu_class, or take another host."
+    return "Free the GPUs, lower gpus_per_node, or take another host."
 
 
 def why_not(gpu: Gpu, profile: Profile, replica: str) -> str | None:

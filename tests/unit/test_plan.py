@@ -388,6 +388,12 @@ def test_classes_of_gpus(model: str | None, gpu_class: str, fits: bool) -> None:
 def test_gpus_that_cannot_be_given(change: dict[str, Any], reason: str) -> None:
     found = plan({"n1": {**node(1), "gpus": [gpu(1, 0), {**gpu(1, 1), **change}]}}, profile(**ONE, gpu_class="H100"))
     assert [(fault["host"], fault["field"]) for fault in found["faults"]] == [("n1", "gpus")] and reason in found["faults"][0]["seen"]
+    assert found["faults"][0]["hint"].startswith("Free the GPUs")
+
+
+def test_another_class_of_gpus_is_not_to_be_freed() -> None:
+    found = plan({"n1": node(1)}, profile(**ONE, gpu_class="H200"))
+    assert [fault["hint"] for fault in found["faults"]] == ["Correct gpu_class, or take another host."]
 
 
 @pytest.mark.parametrize(
