@@ -147,7 +147,7 @@ def _heading(canvas: Canvas, plan: Plan, hosts: list[Host], inks: t.Mapping[str,
 
 def _legend(canvas: Canvas, hosts: list[Host], inks: t.Mapping[str, str], width: int, y: int) -> int:
     """What boxes and colours mean; a colour for each fabric of an HCA that is used or could be."""
-    entries = [(_GIVEN, _GIVEN, "GPU of the replica"), (_FREE, _LINE, "free"), (_HELD, _HELD, "held by others"), ("#fbe3e3", _BAD, "unusable")]
+    entries = [(_GIVEN, _GIVEN, "GPU of the replica"), (_FREE, _LINE, "free"), (_HELD, _HELD, "taken"), ("#fbe3e3", _BAD, "unusable")]
     entries += [(ink, ink, "HCA on %s" % key) for key, ink in inks.items()]
     if any(_ink_of(port, inks) == _HELD for host in hosts for port in host.hcas):
         entries.append((_PAPER, _HELD, "HCA on another fabric"))
