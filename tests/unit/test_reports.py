@@ -110,7 +110,10 @@ def test_a_failed_deploy_names_the_culprit_with_its_cause_first() -> None:
 @pytest.mark.parametrize(
     ("log", "shown"),
     [
-        (["run_shard: the leader listens", "loading", "half", "bad flag --x", "run_shard: stopping", "run_shard: is over"], ["loading", "half", "bad flag --x"]),
+        (
+            ["run_shard: the leader listens", "loading", "half", "bad flag --x", "run_shard: stopping", "run_shard: is over"],
+            ["loading", "half", "bad flag --x"],
+        ),
         (["ValueError: x", "one", "two", "three", "run_shard: stopping"], ["ValueError: x", "two", "three"]),
         (["boom", "bang"], ["boom", "bang"]),
         (["run_shard: one", "run_shard: two"], ["run_shard: one", "run_shard: two"]),
