@@ -257,7 +257,7 @@ def _failed(options: dict[str, Any], host: str, answer: dict[str, Any], stage: s
         lines.append(f"  next:   on {host}: {answer['log_command']}")
         lines.append(f"          ansible-playbook rankzero.inference.diagnose -e replica_name={options['replica']}")
     # Ansible prints every key of a failed result below the report: what it says in words is left out.
-    kept_keys = {"changed", "ready", "stage", "rank", "seconds", "stages", "calls"}
+    kept_keys = {"changed", "ready", "stage", "rank", "seconds", "stages", "calls", "log_command"}
     verdict = {name: verdict[name] for name in ("stage", "ready", "failed", "reason", "detail", "cause", "hint", "log_lines")}
     return {**{name: value for name, value in answer.items() if name in kept_keys}, "verdict": verdict, "failed": True, "msg": "\n".join(lines)}
 

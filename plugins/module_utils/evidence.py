@@ -51,6 +51,7 @@ RESTART_SECONDS = 10
 """A run that starts so soon after the one before failed was started by a service manager, not by a person."""
 
 LOG_LINES = 8
+DOES_NOT_STAY_UP = "the shard does not stay up"
 
 _BEFORE_ENGINE = {
     "starting": "the service is starting",
@@ -496,7 +497,7 @@ def _restarted(observation: Map) -> Finding | None:
     known = log_signatures.cause_of_end(last.get("code"), last.get("signal")) or {}
     return Finding(
         "failed",
-        f"the shard does not stay up: the run before this one ended{_because(last.get('reason'))}",
+        f"{DOES_NOT_STAY_UP}: the run before this one ended{_because(last.get('reason'))}",
         log="all",
         cause=_last_cause(state),
         hint=known.get("hint"),

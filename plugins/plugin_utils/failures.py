@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import typing as t
 
+from ansible_collections.rankzero.inference.plugins.module_utils.evidence import DOES_NOT_STAY_UP
+
 Result = t.Mapping[str, t.Any]
 TELLING_LINES = 3
 
@@ -28,10 +30,11 @@ def summary(
     C(moved): whether restoring changed anything: a revision that was deployed once more fails where it is.
     C(undoing): host -> failed result of restoring, or of the gate after it.  C(unreachable): hosts that left the play.  C(proven): whether that gate passed.
 
-    Ranks that only gave up because of another are left out; a rank whose log tells a cause comes first, since the others often just lost it.
+    Ranks that only gave up because of another are left out; a rank whose log tells a cause comes first, since the others often just lost it, and one that was
+    met only after its run had ended, perhaps by another rank, comes last.
     """
     culprits = [(host, failure) for host, failure in failures.items() if failure and not failure.get("gave_up")]
-    culprits.sort(key=lambda item: (not _cause(item[1]), ranks.get(item[0], 1 << 30), item[0]))
+    culprits.sort(key=lambda item: (not _cause(item[1]), DOES_NOT_STAY_UP in _why(item[1]), ranks.get(item[0], 1 << 30), item[0]))
     after = sorted((undoing or {}).items(), key=lambda item: (bool(item[1].get("gave_up")), ranks.get(item[0], 1 << 30), item[0]))
     state = _left(failures, restored, done, moved)
     if not was_locked(failures.values()) and (after or unreachable):
@@ -44,7 +47,7 @@ def summary(
     kept = sorted((logs or {}).items(), key=lambda item: (ranks.get(item[0], 1 << 30), item[0]))
     lines += ["  log of %s: %s" % (_who(host, ranks), path) for host, path in kept]
     if culprits and not kept and _verdict(culprits[0][1]):
-        lines.append("  next: ansible-playbook rankzero.inference.diagnose -e replica_name=%s" % replica)
+        lines.append("  next: " + _next(replica, *culprits[0], restored if moved else None))
     return "\n".join(lines)
 
 
@@ -87,6 +90,13 @@ def _advice(failure: Result) -> list[str]:
     told = ["  do: %s" % verdict["hint"]] if verdict.get("hint") else []
     log = verdict.get("log_lines")
     return told + ["    | %s" % line for line in _telling(log if isinstance(log, list) else [], bool(verdict.get("cause")))]
+
+
+def _next(replica: str, host: str, failure: Result, back: str | None) -> str:
+    """A diagnosis looks at what runs: where that is the revision of before, only the log still tells of this one."""
+    if back and failure.get("log_command"):
+        return "on %s: %s" % (host, failure["log_command"])
+    return "ansible-playbook rankzero.inference.diagnose -e replica_name=%s" % replica
 
 
 def _telling(log: list[t.Any], cause: bool) -> list[t.Any]:

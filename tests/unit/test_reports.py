@@ -79,6 +79,7 @@ def test_a_failed_deploy_names_the_culprit_with_its_cause_first() -> None:
             "gpu-a": {"msg": "long\nreport", "verdict": {"reason": "the engine ended with exit code 1", "cause": None}},
             "gpu-b": {
                 "msg": "x",
+                "log_command": "journalctl -u inference-glm",
                 "verdict": {
                     "reason": "the engine ended with exit code 1",
                     "cause": "A GPU ran out of memory.",
@@ -102,9 +103,17 @@ def test_a_failed_deploy_names_the_culprit_with_its_cause_first() -> None:
         "    | torch.OutOfMemoryError: CUDA out of memory.",
         "    | two",
         "    | three",
-        "  next: ansible-playbook rankzero.inference.diagnose -e replica_name=glm",
+        "  next: on gpu-b: journalctl -u inference-glm",
     ]
     assert "Nothing of it was left behind." in failures.summary("glm", {}, {}, None)
+
+
+def test_a_rank_whose_own_engine_ended_comes_before_one_that_was_met_after_its_run() -> None:
+    met = {"verdict": {"reason": "the shard does not stay up: the run before this one ended: rank 1 left"}}
+    own = {"verdict": {"reason": "the engine ended with exit code 1"}}
+    lines = failures.summary("glm", {"gpu-a": met, "gpu-b": own}, {"gpu-a": 0, "gpu-b": 1}, None).splitlines()
+    assert [line[:8] for line in lines[1:3]] == ["  rank 1", "  rank 0"]
+    assert lines[-1] == "  next: ansible-playbook rankzero.inference.diagnose -e replica_name=glm"
 
 
 @pytest.mark.parametrize(
