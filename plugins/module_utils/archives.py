@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import lzma
 import os
 import re
@@ -55,14 +56,26 @@ def _unpack_tar(path: str, place: str) -> None:
                 links.append((target, None, _below(place, member.linkname)))
             else:
                 raise ArchiveError("the archive holds %r, which is neither a file nor a directory nor a link" % member.name[:200])
-    inside = os.path.realpath(place) + os.sep
-    for target, symbolic, hard in links:  # last: nothing is ever written through a link
+    _make_links(place, links)
+
+
+def _make_links(place: str, links: list[tuple[str, str | None, str | None]]) -> None:
+    """Last, so that no file is written through a link; and a link neither: one that leads nowhere yet may lead out once another is made."""
+    inside = os.path.realpath(place)
+    for target, symbolic, hard in links:
+        for path in (target, *([hard] if hard is not None else [])):
+            parent = os.path.join(inside, os.path.relpath(os.path.dirname(path), place))
+            if os.path.realpath(parent) != os.path.normpath(parent):
+                raise ArchiveError("the archive holds %r, whose directory is a link" % os.path.relpath(path, place)[:200])
         os.makedirs(os.path.dirname(target), 0o755, exist_ok=True)
         if symbolic is not None:
             os.symlink(symbolic, target)
         elif hard is not None:
+            if os.path.lexists(target):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
             shutil.copy2(hard, target, follow_symlinks=False)
-        if not (os.path.realpath(target) + os.sep).startswith(inside):
+    for target, _symbolic, _hard in links:  # where they lead is known when all are there
+        if not (os.path.realpath(target) + os.sep).startswith(inside + os.sep):
             raise ArchiveError("the archive holds %r, which leads out of it" % os.path.relpath(target, place)[:200])
 
 

@@ -233,11 +233,47 @@ def test_nothing_is_written_through_a_link(store: Store, tmp_path: pathlib.Path)
         ("d/a", {"type": tarfile.SYMTYPE, "linkname": ".."}),
         ("d/a/b", {"type": tarfile.SYMTYPE, "linkname": "../.."}),
     )
-    with pytest.raises(ArchiveError, match="leads out of it"):
+    with pytest.raises(ArchiveError, match="leads out of it|is a link"):
         installed(store, archived(out))
     through = tar(tmp_path / "b.tar.gz", ("a", {"type": tarfile.SYMTYPE, "linkname": "."}), ("a/llama-server", PROGRAM))
     with pytest.raises(ArchiveError, match="twice"):
         installed(store, archived(through))
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        ("t/link", {"type": tarfile.SYMTYPE, "linkname": "x"}),
+        ("t/hard", {"type": tarfile.LNKTYPE, "linkname": "llama-server"}),
+        ("t/deep/er/hard", {"type": tarfile.LNKTYPE, "linkname": "llama-server"}),
+        ("stolen", {"type": tarfile.LNKTYPE, "linkname": "t/secret"}),
+        ("harmless", {"type": tarfile.SYMTYPE, "linkname": "llama-server"}),
+    ],
+)
+def test_a_link_that_another_one_turns_outward_later(store: Store, tmp_path: pathlib.Path, last: tuple[str, Any]) -> None:
+    """The first link leads nowhere until the second is there, and above the archive from then on: neither a link nor a copy is made through it."""
+    out = tar(
+        tmp_path / "a.tar.gz",
+        ("llama-server", PROGRAM),
+        ("a/a/a/a/file", b""),
+        ("t", {"type": tarfile.SYMTYPE, "linkname": "a/a/a/a/l/../../../../.."}),
+        ("a/a/a/a/l", {"type": tarfile.SYMTYPE, "linkname": "../../.."}),
+        last,
+    )
+    pathlib.Path(store.base).mkdir(parents=True)
+    for folder in (tmp_path, pathlib.Path(store.base), pathlib.Path(store.directory)):
+        folder.mkdir(exist_ok=True)
+        (folder / "secret").write_text("not of the archive")
+    before = sorted(map(str, tmp_path.rglob("*")))
+    with pytest.raises(ArchiveError, match="leads out of it|is a link"):
+        installed(store, archived(out))
+    assert sorted(map(str, tmp_path.rglob("*"))) == before
+
+
+def test_a_hard_link_never_replaces_what_is_there(store: Store, tmp_path: pathlib.Path) -> None:
+    out = tar(tmp_path / "a.tar.gz", ("llama-server", PROGRAM), ("d/llama-server", b""), ("d", {"type": tarfile.LNKTYPE, "linkname": "llama-server"}))
+    with pytest.raises(ArchiveError, match="twice"):
+        installed(store, archived(out))
 
 
 @pytest.mark.parametrize("content", [b"", b"no archive at all", b"\x1f\x8b\x08damaged", b"PK\x05\x06" + b"\0" * 18])
