@@ -12,7 +12,7 @@ from ansible.plugins.action import ActionBase
 from ansible.utils.display import Display
 
 from ansible_collections.rankzero.inference.plugins.module_utils import models
-from ansible_collections.rankzero.inference.plugins.plugin_utils import collection_files, engines, hostvars
+from ansible_collections.rankzero.inference.plugins.plugin_utils import collection_files, controller_files, engines, hostvars
 from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings, report
 
 display = Display()
@@ -40,6 +40,7 @@ class ActionModule(ActionBase):
 
     def run(self, tmp: t.Any = None, task_vars: t.Any = None) -> dict[str, t.Any]:
         super().run(tmp, task_vars)
+        self._task.args = {key: value for key, value in self._task.args.items() if hostvars.text(value) is not None}
         _result, arguments = self.validate_argument_spec(argument_spec=ARGUMENTS)
         findings = Findings()
         adapter = engines.load(str(arguments["engine"]), findings)
@@ -81,7 +82,10 @@ class ActionModule(ActionBase):
             path = str(self._find_needle("files", archive))
         except AnsibleError as error:
             raise AnsibleActionFail("install.archive: there is no file %s on the controller" % archive) from error
-        seen, wanted = models.sha256(path), str(install.get("sha256") or "")
+        try:
+            seen, wanted = models.sha256(controller_files.regular(path, "install.archive")), str(install.get("sha256") or "")
+        except OSError as error:
+            raise AnsibleActionFail("install.archive: %s cannot be read: %s" % (path, error.strerror or error)) from error
         if wanted and seen != wanted:
             raise AnsibleActionFail("install.sha256: %s has sha256 %s, and %s is wanted" % (path, seen, wanted))
         return path

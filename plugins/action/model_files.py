@@ -61,7 +61,8 @@ class ActionModule(ActionBase):
         os.close(descriptor)
         try:
             with tarfile.open(packed, "w", dereference=True) as archive:
-                archive.add(local, os.path.basename(os.path.normpath(local)), filter=_sent)
+                for path, name in _sent(local):
+                    archive.add(path, name, recursive=False)
             self._transfer_file(packed, remote)
         finally:
             os.unlink(packed)
@@ -69,7 +70,9 @@ class ActionModule(ActionBase):
         return dict(self._execute_module(module_name=MODULE, module_args={**arguments, "transferred": {"archive": remote}}, task_vars=task_vars))
 
 
-def _sent(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
-    """What counts as content, and nothing else."""
-    parts = member.name.split("/")
-    return None if set(parts) & set(models.SKIPPED_DIRECTORIES) or parts[-1] == models.NOTE else member
+def _sent(local: str) -> list[tuple[str, str]]:
+    """C((path, name in the archive)) of what counts as content, and nothing else: no FIFO, and no directory that links lead to, in a circle perhaps."""
+    base = os.path.basename(os.path.normpath(local))
+    if not os.path.isdir(local):
+        return [(local, base)]
+    return [(os.path.join(local, name), os.path.join(base, name)) for name in sorted(models.file_sizes(local))]

@@ -17,6 +17,7 @@ from ansible.utils.display import Display
 
 from ansible_collections.rankzero.inference.plugins.plugin_utils import (
     collection_files,
+    controller_files,
     convergence,
     engines,
     hostvars,
@@ -33,6 +34,8 @@ from ansible_collections.rankzero.inference.plugins.plugin_utils.tables import p
 
 display = Display()
 KEY_FILE = "replica_api_key_file"
+MOST_KEY_BYTES = 64 * 1024
+"""Vaulted, a key takes four times its length and more."""
 OPTIONS = (
     "replica_fabric",
     "replica_fabrics",
@@ -111,7 +114,8 @@ class ActionModule(ActionBase):
     def _key_in(self, path: str, findings: Findings) -> str | None:
         """The key in a file on the controller, as the file lookup finds and reads it: plain or vaulted."""
         try:
-            text = self._loader.get_text_file_contents(self._find_needle("files", path)).rstrip()
+            found = controller_files.regular(self._find_needle("files", path), KEY_FILE, MOST_KEY_BYTES)
+            text = self._loader.get_text_file_contents(found).rstrip()
         except (AnsibleError, OSError, UnicodeError) as error:
             problem = " ".join(str(error).split("\n", 1)[0].split()) or type(error).__name__
             findings.fault(KEY_FILE, "%s: %s" % (path, problem), "a file on the controller that holds the key", "Give a path that this user can read.")
@@ -199,12 +203,15 @@ class ActionModule(ActionBase):
         """The plan on the controller, also when it was refused, also in check mode: it is the output that was asked for."""
         target = pathlib.Path(os.path.abspath(os.path.expanduser(path)))  # relative to where ansible-playbook was started, as any command's output
         try:
-            unfinished = target.with_name(target.name + ".new")
-            unfinished.write_text(text, encoding="utf-8")
+            if target.is_dir():
+                raise AnsibleActionFail("%s %s is a directory, and the path of a file is wanted" % (option, target))
+            unfinished = target.with_name("%s.%d.new" % (target.name, os.getpid()))
+            with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "w", encoding="utf-8", errors="replace") as stream:
+                stream.write(text)
             unfinished.replace(target)
             display.display("The %s was written to %s" % ("plan" if option == "plan_file" else "picture of the plan", target))
-        except OSError as error:
-            raise AnsibleActionFail("%s %s cannot be written: %s" % (option, target, error.strerror or error)) from error
+        except (OSError, ValueError) as error:
+            raise AnsibleActionFail("%s %s cannot be written: %s" % (option, target, getattr(error, "strerror", None) or error)) from error
 
 
 def _program_files(arguments: dict[str, t.Any]) -> t.Sequence[str]:

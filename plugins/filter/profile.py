@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import typing as t
 
+from ansible_collections.rankzero.inference.plugins.plugin_utils import profile as profiles_of
+from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings
 from ansible_collections.rankzero.inference.plugins.plugin_utils.values import as_integer
 
 
@@ -25,12 +27,16 @@ def profile_adapters(profile: t.Any, profiles: t.Any = None) -> list[str]:
 
 
 def profile_sources(profile: t.Any, profiles: t.Any = None) -> list[dict[str, str]]:
-    """What a profile says of where its adapters come from: C({path, source, sha256, revision}), each path once; unset fields are C("")."""
+    """What a profile says of where its adapters come from: C({path, source, sha256, revision}), each path once; unset fields are C("").
+
+    Nothing where the adapters have a fault: the plan refuses them, and hosts must not have changed by then.
+    """
+    findings = Findings()
     found = {}
-    for item in _adapters(_chosen(profile, profiles)):
-        if all(isinstance(item.get(field), str) and item[field] for field in ("path", "source")):
-            found[str(item["path"])] = {field: str(item.get(field) or "") for field in ("path", "source", "sha256", "revision")}
-    return list(found.values())
+    for item in profiles_of.adapters({"adapters": _adapters(_chosen(profile, profiles))}, findings):
+        if item.source:
+            found[item.path] = {"path": item.path, "source": item.source, "sha256": item.sha256 or "", "revision": item.revision or ""}
+    return [] if findings.faults else list(found.values())
 
 
 def _chosen(profile: t.Any, profiles: t.Any) -> t.Mapping[str, t.Any]:

@@ -23,15 +23,18 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from typing import IO, Any, NamedTuple
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, unquote, urlsplit, urlunsplit
 
-from ansible_collections.rankzero.inference.plugins.module_utils import models, small_files
+from ansible_collections.rankzero.inference.plugins.module_utils import log_signatures, models, small_files
 
 ATTEMPTS = 6
 READ_SECONDS = 60.0
 BLOCK = 1 << 20
 SPARE_BYTES = 256 * 1024 * 1024
 """What is left free on the file system, whatever is fetched."""
+
+SHORTEST_QUERY_SECRET = 8
+"""A shorter value of a query is a word, such as true, that answers have for other reasons."""
 
 RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
 LONGEST_PAUSE = 30.0
@@ -85,6 +88,31 @@ def shown(url: str) -> str:
     except ValueError:
         return "(an address that is none)"
     return urlunsplit((parts.scheme, host, parts.path, "", ""))
+
+
+def secret_parts(url: str) -> set[str]:
+    """What of a URL may be secret, as it stands there: all of it, user, password, query. Empty where it has nothing of the kind."""
+    try:
+        parts = urlsplit(url)
+        if not parts.scheme or ("@" not in parts.netloc and not parts.query and not parts.fragment):
+            return set()
+        user, _colon, password = parts.netloc.rpartition("@")[0].partition(":")
+    except ValueError:
+        return {url} if "@" in url or "?" in url else set()
+    token = password or user  # a user alone is one; beside a password it is a name
+    found = {
+        token,
+        unquote(token),
+        *(value for value in [parts.query, *(value for _name, value in parse_qsl(parts.query))] if len(value) >= SHORTEST_QUERY_SECRET),
+    }
+    return {url} | {text for text in found if len(text) >= log_signatures.SHORTEST_SECRET}
+
+
+def hide(no_log_values: set[str], *urls: str | None) -> None:
+    """Let a module's answer show addresses, as its parameters with no_log would not, but nothing that is secret in one."""
+    for url in filter(None, urls):
+        no_log_values.discard(url)
+        no_log_values.update(secret_parts(url))
 
 
 def check_url(url: str) -> None:
@@ -268,4 +296,4 @@ def _discard(part: str) -> None:
             os.unlink(path)
 
 
-__all__ = ["DownloadError", "Fetched", "check_url", "fetch", "shown"]
+__all__ = ["DownloadError", "Fetched", "check_url", "fetch", "hide", "secret_parts", "shown"]

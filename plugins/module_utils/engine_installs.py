@@ -58,6 +58,11 @@ def check(install: Mapping[str, Any]) -> None:
                     "requirements has %r: a pinned one is wanted, such as vllm==0.33.0 or ray[cgraph]==2.60.0, "
                     "or NAME @ https://...whl#sha256=..., or NAME @ file:///path/of/a.whl" % requirement
                 )
+            if downloads.secret_parts(requirement.partition("@")[2].strip().partition("#")[0]):
+                raise InstallError(
+                    "requirements has an address of %s with a password or a query, which everybody on the host would see among pip's arguments: "
+                    "name the package, and give the password in index_url or extra_index_urls" % requirement.partition("@")[0].strip()
+                )
     if method in ("archive", "source"):
         if not install["archive"]:
             raise InstallError("archive is not set: give an http(s) address, or a path on the controller")

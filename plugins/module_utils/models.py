@@ -89,6 +89,8 @@ def describe(path: str, service_user: str | None = None, checksum: bool = False)
     """
     facts: Facts = dict.fromkeys(("kind", "bytes", "weight_bytes", "files", "config", "digest", "fetched", "error"))
     facts.update(exists=False, readable=False)
+    if checksum:
+        facts.update(sha256={}, content_sha256=None)
     try:
         mode = os.stat(path).st_mode
     except (OSError, ValueError) as error:

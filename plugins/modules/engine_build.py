@@ -246,7 +246,7 @@ INSTALL: t.Dict[str, t.Any] = {
     "wheels": {"type": "path"},
     "index_url": {"type": "str", "no_log": True},
     "extra_index_urls": {"type": "list", "elements": "str", "default": [], "no_log": True},
-    "archive": {"type": "str"},
+    "archive": {"type": "str", "no_log": True},
     "sha256": {"type": "str"},
     "cmake_args": {"type": "list", "elements": "str", "default": []},
     "cuda": {"type": "bool", "default": True},
@@ -443,12 +443,17 @@ def write(path: str, record: t.Dict[str, t.Any]) -> None:
     os.rename(unfinished, path)
 
 
+def _address(requirement: str) -> str:
+    return requirement.partition("@")[2].strip()
+
+
 def main() -> None:
     module = AnsibleModule(argument_spec=ARGUMENTS, supports_check_mode=True)
     for field in ("engine", "name"):
         if not _NAME.match(module.params[field]):
             module.fail_json(msg="%s %r: letters, digits, . _ and - are wanted, and a letter or digit first" % (field, module.params[field]))
     install, path = module.params["install"], module.params["path"]
+    downloads.hide(module.no_log_values, *([install["archive"], *map(_address, install["requirements"])] if install else []))
     if module.params["state"] == "present" and not install and not path:
         module.fail_json(msg="neither path nor install is set: name the directory of a build that is there, or say how to install one")
     if install and path and install["method"] != "package":

@@ -116,7 +116,7 @@ from ansible_collections.rankzero.inference.plugins.module_utils import archives
 
 ARGUMENTS: t.Dict[str, t.Any] = {
     "path": {"type": "path", "required": True},
-    "source": {"type": "str", "required": True},
+    "source": {"type": "str", "required": True, "no_log": True},
     "sha256": {"type": "str"},
     "revision": {"type": "str"},
     "files": {"type": "list", "elements": "str", "default": []},
@@ -154,6 +154,7 @@ def run(module: AnsibleModule) -> None:
 
 def main() -> None:
     module = AnsibleModule(argument_spec=ARGUMENTS, supports_check_mode=True)
+    downloads.hide(module.no_log_values, module.params["source"])
     try:
         run(module)
     except (model_fetch.FetchError, downloads.DownloadError, archives.ArchiveError) as error:

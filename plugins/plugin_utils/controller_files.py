@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 
 from ansible.errors import AnsibleActionFail
 
@@ -19,6 +20,19 @@ def place(path: str) -> str:
     except OSError as error:
         raise AnsibleActionFail("%s cannot be made: %s" % (os.path.dirname(target), error.strerror or error)) from error
     return target
+
+
+def regular(path: str, field: str, most: int | None = None) -> str:
+    """The path of a plain file of at most C(most) bytes. Raises AnsibleActionFail for others: a FIFO would never end, nor would a device."""
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError) as error:
+        raise AnsibleActionFail("%s: %s cannot be read: %s" % (field, path, getattr(error, "strerror", None) or error)) from error
+    if not stat.S_ISREG(status.st_mode):
+        raise AnsibleActionFail("%s: %s is %s, and a file is wanted" % (field, path, "a directory" if stat.S_ISDIR(status.st_mode) else "no plain file"))
+    if most is not None and status.st_size > most:
+        raise AnsibleActionFail("%s: %s has %d bytes, and at most %d are wanted" % (field, path, status.st_size, most))
+    return path
 
 
 def open_private(target: str) -> int:

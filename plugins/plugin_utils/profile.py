@@ -246,6 +246,11 @@ def _adapters(read: Reader, findings: Findings, where: str) -> tuple[Adapter, ..
     return tuple(result)
 
 
+def adapters(profile: t.Mapping[str, t.Any], findings: Findings) -> tuple[Adapter, ...]:
+    """The adapters of a profile whose other fields nobody has looked at."""
+    return _adapters(Reader(profile, "profile", findings), findings, "profile")
+
+
 def _source(one: Reader, sha256: str | None) -> tuple[str | None, str | None]:
     """Where an adapter comes from. What has no checksum and no pinned revision would be another adapter tomorrow."""
     source = one.text("source", wanted="an http(s) address, hf://ORGANISATION/NAME, or a path on the controller")
@@ -266,4 +271,4 @@ def _source(one: Reader, sha256: str | None) -> tuple[str | None, str | None]:
     return source, revision
 
 
-__all__ = ["Adapter", "NAME", "Profile", "parse", "select"]
+__all__ = ["Adapter", "NAME", "Profile", "adapters", "parse", "select"]

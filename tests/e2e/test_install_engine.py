@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import pathlib
 import tarfile
 from collections.abc import Callable
@@ -177,3 +178,26 @@ def test_an_image_is_a_build_as_any_other(make_fleet: MakeFleet, tmp_path: pathl
     run(hosts, "install_engine", changed=0, **extra)
     run(hosts, "uninstall_engine", changed=1, engine_name="llamacpp", engine_build_name="b1", replica_module_environment=env)
     assert not (hosts.root("node-a") / "opt/rankzero/engines").exists()
+
+
+def test_no_address_tells_its_secrets(make_fleet: MakeFleet) -> None:
+    hosts = make_fleet(["node-a"])
+    url = "http://alice:pa55word@127.0.0.1:1/a.tar.gz?signature=5ignature"
+    told = run(hosts, "install_engine", "-vvv", "--check", **installs("archive", engine_archive=url, engine_sha256="0" * 64))
+    told += run(
+        hosts,
+        "install_engine",
+        "-vvv",
+        fails=True,
+        **installs("venv", "vllm", engine_requirements=["x @ %s#sha256=%s" % (url.replace("http", "https"), "0" * 64)]),
+    )
+    assert "with a password or a query, which everybody on the host would see" in told
+    assert not [secret for secret in ("pa55word", "5ignature") if secret in told]
+
+
+@pytest.mark.parametrize(("kind", "said"), [("fifo", "is no plain file"), ("device", "is no plain file"), ("directory", "is a directory")])
+def test_an_archive_that_is_no_file(make_fleet: MakeFleet, tmp_path: pathlib.Path, kind: str, said: str) -> None:
+    path = pathlib.Path("/dev/zero") if kind == "device" else tmp_path / kind
+    {"fifo": os.mkfifo, "directory": os.mkdir}.get(kind, str)(path)
+    told = run(make_fleet(["node-a"]), "install_engine", fails=True, **installs("archive", engine_archive=str(path), engine_sha256="0" * 64))
+    assert "install.archive: %s %s" % (path, said) in told

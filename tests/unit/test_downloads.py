@@ -240,3 +240,27 @@ def test_nothing_listens(tmp_path: pathlib.Path, server: Server) -> None:
     server.server_close()
     with pytest.raises(DownloadError, match="in 2 attempts.*refused"):
         downloads.fetch(url, str(tmp_path / "file"), SHA256, attempts=2, sleep=lambda _seconds: None)
+
+
+@pytest.mark.parametrize(
+    ("url", "secrets"),
+    [
+        ("https://h/a?true", set()),
+        ("https://alice:pass%20word@h/a", {"pass%20word", "pass word"}),
+        ("https://t0ken@h/a", {"t0ken"}),
+        ("https://h/a?X-Signature=0123abcd%2B&download=true", {"0123abcd+", "X-Signature=0123abcd%2B&download=true"}),
+        ("https://[h/a?signature", set()),
+    ],
+)
+def test_what_is_secret_in_an_address(url: str, secrets: set[str]) -> None:
+    assert downloads.secret_parts(url) == {url} | secrets
+    hidden = {url, "other"}
+    downloads.hide(hidden, url, None)
+    assert hidden == {url, "other"} | secrets
+
+
+@pytest.mark.parametrize("url", ["", "https://h/a.tar.gz", "files/a@b?.tar", "/a/b"])
+def test_an_address_without_secrets_is_shown(url: str) -> None:
+    hidden = {url} - {""}
+    downloads.hide(hidden, url)
+    assert downloads.secret_parts(url) == hidden == set()

@@ -269,9 +269,12 @@ def test_the_filters_never_fail() -> None:
         assert isinstance(filters["profile_adapters"](one, other), list) and isinstance(filters["profile_sources"](one, other), list)
         assert isinstance(filters["whole_numbers"](one), list)
     assert filters["profile_paths"]("p", {"p": {"model_path": "/m", "adapters": [{"path": "/a"}, {"path": "b"}]}}) == ["/m", "/a"]
-    adapters = [{"path": "/a", "source": "hf://o/x", "revision": "f"}, {"path": "/b"}, {"path": "/a", "source": "hf://o/x", "revision": "f"}, {"source": "y"}]
+    commit = {"source": "hf://o/x", "revision": "f" * 40}
+    adapters = [{"name": "x", "path": "/a", **commit}, {"name": "y", "path": "/b"}, {"name": "z", "path": "/a", **commit}]
     assert filters["profile_adapters"]({"model_path": "/m", "adapters": adapters}) == ["/a", "/b", "/a"]
-    assert filters["profile_sources"]({"adapters": adapters}) == [{"path": "/a", "source": "hf://o/x", "sha256": "", "revision": "f"}]
+    assert filters["profile_sources"]({"adapters": adapters}) == [{"path": "/a", "sha256": "", **commit}]
+    for faulty in ({"source": "y"}, {"name": "w", "path": "/c", "source": "http://user:word@host/x", "sha256": "0" * 64}):
+        assert filters["profile_sources"]({"adapters": [*adapters, faulty]}) == [], "hosts change before the plan refuses it"
     assert filters["whole_numbers"](["8000", "", None, 29500, 70000, "x"]) == [8000, 29500]
 
 
