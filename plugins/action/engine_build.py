@@ -65,7 +65,7 @@ class ActionModule(ActionBase):
         result = self._ask(call, task_vars)
         if result.pop("needs_archive", False) and local:
             result = self._with_archive(local, call, task_vars)
-        if result.get("build"):
+        if result.get("build") and self._task.check_mode == bool((task_vars or {}).get("ansible_check_mode")):  # else only a question beforehand
             display.display(self._seen(str((task_vars or {}).get("inventory_hostname")), result["build"]))
         return result
 

@@ -38,6 +38,7 @@ CMAKE_ARGS = (
     "-DCMAKE_BUILD_WITH_INSTALL_RPATH=ON",
     "-DCMAKE_INSTALL_RPATH=$ORIGIN",  # the programs are moved out of the build tree
 )
+_OURS = re.compile(r"(download-)?[0-9a-f]{12}(\.part(\.json)?)?\Z")
 _ERROR = re.compile(r"^(ERROR|CMake Error|fatal)\b|\b(fatal )?error:")
 CUDA_PATH = "/usr/local/cuda/bin"
 
@@ -146,8 +147,9 @@ class Store:
             os.umask(previous)
 
     def stale(self, keep: str | None) -> list[str]:
-        """Directories of other installs under this name, half ones among them."""
-        return [path for path in (os.path.join(self.directory, name) for name in small_files.names(self.directory)) if path != keep]
+        """Directories of other installs under this name, half ones and downloads among them. What has none of our names is not ours."""
+        ours = [name for name in small_files.names(self.directory) if _OURS.match(name)]
+        return [path for path in (os.path.join(self.directory, name) for name in ours) if path != keep]
 
     def remove(self, places: Sequence[str]) -> None:
         for place in places:

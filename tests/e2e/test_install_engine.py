@@ -201,3 +201,10 @@ def test_an_archive_that_is_no_file(make_fleet: MakeFleet, tmp_path: pathlib.Pat
     {"fifo": os.mkfifo, "directory": os.mkdir}.get(kind, str)(path)
     told = run(make_fleet(["node-a"]), "install_engine", fails=True, **installs("archive", engine_archive=str(path), engine_sha256="0" * 64))
     assert "install.archive: %s %s" % (path, said) in told
+
+
+@pytest.mark.parametrize("package", ["a*", "a=1 b", "-t", ""])
+def test_a_pattern_is_no_package(make_fleet: MakeFleet, package: str) -> None:
+    """apt and dnf would install everything that it matches, so it is refused before they are asked."""
+    told = run(make_fleet(["node-a"]), "install_engine", "--check", fails=True, **installs("package", engine_package=package))
+    assert "the name of a package of the distribution is wanted" in told and "TASK [rankzero.inference.engine : Install the distribution's" not in told

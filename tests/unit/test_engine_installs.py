@@ -449,3 +449,13 @@ def test_torchs_devices_are_asked_of_the_builds_own_python(tmp_path: pathlib.Pat
     python.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} -c "import sys; sys.path.insert(0, \'{folder}\'); exec(sys.argv[1])" "$@"\n')
     python.chmod(0o755)
     assert engine_probe.torch_devices(run, str(python), {}) == [{"name": "CUDA0", "description": "PCI_BUS_ID", "total_mib": 2048, "uuid": "GPU-abc"}]
+
+
+def test_what_is_not_ours_stays(store: Store, tmp_path: pathlib.Path) -> None:
+    path = tar(tmp_path / "a.tar.gz", ("llama-server", PROGRAM))
+    place = installed(store, archived(path))
+    theirs = pathlib.Path(store.directory) / "built-by-hand"
+    theirs.mkdir()
+    assert store.stale(None) == [place]
+    store.remove(store.stale(None))
+    assert os.listdir(store.directory) == [theirs.name]
