@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
@@ -15,6 +16,8 @@ from ansible.errors import AnsibleActionFail, AnsibleError
 from ansible.plugins.action import ActionBase
 from ansible.utils.display import Display
 
+from ansible_collections.rankzero.inference.plugins.filter import profile as profiles_filter
+from ansible_collections.rankzero.inference.plugins.module_utils import models
 from ansible_collections.rankzero.inference.plugins.plugin_utils import (
     collection_files,
     controller_files,
@@ -102,6 +105,7 @@ class ActionModule(ActionBase):
             options=hostvars.plain(arguments["options"]),
             key_digest=secrets.digest(key, str(replica)) if key else None,
             program_hashes=self._hashes(arguments),
+            sent={} if arguments["recorded"] else self._sent(hostvars.plain(arguments["profile"]), hostvars.plain(arguments["profiles"])),
         )
         plan = build_plan(request)
         if findings.faults:
@@ -118,11 +122,24 @@ class ActionModule(ActionBase):
             text = self._loader.get_text_file_contents(found).rstrip()
         except (AnsibleError, OSError, UnicodeError) as error:
             problem = " ".join(str(error).split("\n", 1)[0].split()) or type(error).__name__
+            problem = problem.removeprefix("%s: %s " % (KEY_FILE, path))
             findings.fault(KEY_FILE, "%s: %s" % (path, problem), "a file on the controller that holds the key", "Give a path that this user can read.")
             return None
         if not text:
             findings.fault(KEY_FILE, "%s, which is empty" % path, "a file on the controller that holds the key", "Without a key anybody could use the replica.")
         return secrets.check(hostvars.plain(text), findings)
+
+    def _sent(self, profile: t.Any, profiles: t.Any) -> dict[str, str]:
+        """Checksums of the adapters whose sources are on the controller: one changed here is not what hosts have. One that is gone tells nothing."""
+        found = {}
+        for adapter in profiles_filter.profile_sources(profile, profiles):
+            source = adapter["source"]
+            if adapter["sha256"] or "://" in source or source.startswith("hf:"):
+                continue
+            with contextlib.suppress(AnsibleError):
+                content = models.describe(str(self._find_needle("files", source)), checksum=True)["content_sha256"]
+                found.update({adapter["path"]: content} if content else {})
+        return found
 
     @staticmethod
     def _compare(plan: dict[str, t.Any], request: Request) -> None:
@@ -203,15 +220,17 @@ class ActionModule(ActionBase):
         """The plan on the controller, also when it was refused, also in check mode: it is the output that was asked for."""
         target = pathlib.Path(os.path.abspath(os.path.expanduser(path)))  # relative to where ansible-playbook was started, as any command's output
         try:
-            if target.is_dir():
-                raise AnsibleActionFail("%s %s is a directory, and the path of a file is wanted" % (option, target))
+            if target.exists() and not target.is_file():  # a file takes its name: root would lose /dev/null or /dev/stdout
+                raise AnsibleActionFail(
+                    "%s %s is %s, and the path of a file is wanted" % (option, target, "a directory" if target.is_dir() else "no plain file")
+                )
             unfinished = target.with_name("%s.%d.new" % (target.name, os.getpid()))
             with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "w", encoding="utf-8", errors="replace") as stream:
                 stream.write(text)
             unfinished.replace(target)
             display.display("The %s was written to %s" % ("plan" if option == "plan_file" else "picture of the plan", target))
         except (OSError, ValueError) as error:
-            raise AnsibleActionFail("%s %s cannot be written: %s" % (option, target, getattr(error, "strerror", None) or error)) from error
+            raise AnsibleActionFail("%s %s cannot be written: %s" % (option, target, getattr(error, "strerror", None) or error)) from None
 
 
 def _program_files(arguments: dict[str, t.Any]) -> t.Sequence[str]:

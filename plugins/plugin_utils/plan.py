@@ -74,6 +74,7 @@ class Request:
     options: t.Mapping[str, t.Any] = dataclasses.field(default_factory=dict)  # fabric, fabrics, leader, http_port, http_host, leader_port, ...
     key_digest: str | None = None
     program_hashes: t.Mapping[str, str] = dataclasses.field(default_factory=dict)
+    sent: t.Mapping[str, str] = dataclasses.field(default_factory=dict)  # path of an adapter -> checksum of its source, where that is on the controller
     ended_owners: tuple[str, ...] = ()  # owners of locks that hold nobody up: this run, and runs that are known to have ended
 
 
@@ -285,7 +286,7 @@ def _plan_hosts(
     _choose_endpoints(ranks, findings)
     _check_http_host(ranks[0], options, findings)
     _choose_builds(ranks, profile, engine, findings)
-    model_checks.check(ranks, profile, engine, findings)
+    model_checks.check(ranks, _as_sent(profile, request.sent), engine, findings)
     _check_service(ranks, findings)
     choice = _choose_fabric(ranks, profile, engine, options, findings)
     _check_limits(ranks, findings)
@@ -341,6 +342,12 @@ def _stated_rank(host: HostInput, findings: Findings) -> int | None:
     if read.findings.faults:
         findings.fault("replica_rank", host.rank, "a whole number from 0", host=host.name)
     return rank
+
+
+def _as_sent(profile: Profile, sent: t.Mapping[str, str]) -> Profile:
+    """For what is checked only: the checksum of a source on the controller is no part of a revision, which other controllers have to find unchanged."""
+    adapters = [dataclasses.replace(one, sha256=sent[one.path]) if one.source and not one.sha256 and one.path in sent else one for one in profile.adapters]
+    return dataclasses.replace(profile, adapters=tuple(adapters))
 
 
 def _check_unplaced(hosts: t.Sequence[HostInput], facts: t.Mapping[str, dict[str, t.Any]], profile: Profile, engine: Engine, findings: Findings) -> None:

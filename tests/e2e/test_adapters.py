@@ -81,3 +81,32 @@ def test_what_cannot_be_fetched_stops_the_deploy_before_anything_is_started(make
     told = " ".join((done.stdout + done.stderr).split())
     assert done.returncode != 0 and "and %s is wanted: correct sha256" % ("0" * 64) in told
     assert not (hosts.root("node-a") / "etc").exists() and os.listdir(tmp_path / "adapters") == []
+
+
+def test_a_source_that_was_changed_on_the_controller_is_not_called_converged(make_fleet: MakeFleet, model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    hosts = make_fleet(["node-a"], gpus=2)
+    source, place = adapter(tmp_path / "fix"), tmp_path / "adapters/fix-1"
+    extra = with_profile(hosts, sim_profile(hosts, model, adapters=[{"name": "fix", "path": str(place), "source": str(source)}]))
+    os.mkfifo(source / "fifo")
+    (source / "circle").symlink_to(".")
+    first = hosts.run("deploy_replica", extra=extra)
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert sorted(path.name for path in place.iterdir() if not path.name.startswith(".")) == ["adapter_config.json", "adapter_model.safetensors"]
+    (source / "adapter_model.safetensors").write_bytes(WEIGHTS[::-1])
+    stale = hosts.run("deploy_replica", extra=extra)
+    assert stale.returncode != 0 and "Name another path, with the version in it" in stale.stdout, stale.stdout + stale.stderr
+    for path in source.iterdir():
+        path.unlink()
+    source.rmdir()
+    gone = hosts.run("deploy_replica", extra=extra)
+    assert gone.returncode == 0 and recap(gone.stdout, "node-a")["changed"] == 0, "another controller need not have the source" + gone.stdout
+
+
+@pytest.mark.parametrize("kind", ["fifo", "nothing", "empty"])
+def test_a_source_that_cannot_be_sent(make_fleet: MakeFleet, model: pathlib.Path, tmp_path: pathlib.Path, kind: str) -> None:
+    source = tmp_path / kind
+    {"fifo": os.mkfifo, "empty": os.mkdir}.get(kind, str)(source)
+    hosts = make_fleet(["node-a"], gpus=2)
+    adapters = [{"name": "fix", "path": str(tmp_path / "adapters/fix-1"), "source": str(source)}]
+    done = hosts.run("deploy_replica", extra=with_profile(hosts, sim_profile(hosts, model, adapters=adapters)), timeout=60)
+    assert done.returncode != 0 and "source:" in done.stdout and "Traceback" not in done.stdout + done.stderr, done.stdout

@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import fleet
 import pytest
+from conftest import sim_profile
 from test_simulated_replica import request, with_profile
 
 MakeFleet = Callable[..., fleet.Fleet]
@@ -129,3 +130,28 @@ def test_the_key_of_an_engine_is_in_its_secret_files_only(make_fleet: MakeFleet,
     assert holders - logged == secret and {path.name for path in secret} == ({"api_key", "sglang.yaml"} if engine == "sglang" else {"api_key"})
     assert {path.stat().st_mode & 0o777 for path in secret} == {0o600} and {path.parent.stat().st_mode & 0o777 for path in secret} == {0o700}
     assert all("/current/" not in str(path) for path in secret), "the link is no second copy"
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"), [("fifo", "is no plain file"), ("directory", "is a directory"), ("huge", "has 70000 bytes"), ("device", "is no plain file")]
+)
+def test_a_key_file_that_is_no_key(make_fleet: Callable[..., fleet.Fleet], model: pathlib.Path, tmp_path: pathlib.Path, kind: str, said: str) -> None:
+    """Refused, where reading a FIFO or a device would never end."""
+    path = pathlib.Path("/dev/zero") if kind == "device" else tmp_path / kind
+    {"fifo": os.mkfifo, "directory": os.mkdir, "huge": lambda at: at.write_bytes(b"k" * 70_000)}.get(kind, str)(path)
+    hosts = make_fleet(["node-a"], gpus=2)
+    done = hosts.run("plan_replica", extra={**with_profile(hosts, sim_profile(hosts, model)), "replica_api_key_file": str(path)}, timeout=60)
+    assert done.returncode != 0 and "%s: %s" % (path, said) in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("option", ["plan_file", "plan_picture"])
+def test_output_never_takes_the_place_of_what_is_no_file(
+    make_fleet: Callable[..., fleet.Fleet], model: pathlib.Path, tmp_path: pathlib.Path, option: str
+) -> None:
+    """As root, a rename onto /dev/stdout or /dev/null would leave a machine without it."""
+    os.mkfifo(tmp_path / "fifo")
+    hosts = make_fleet(["node-a"], gpus=2)
+    for path, said in ((str(tmp_path / "fifo"), "is no plain file"), (str(tmp_path), "is a directory"), ("/", "is a directory"), ("x\0y", "cannot be written")):
+        done = hosts.run("plan_replica", extra={**with_profile(hosts, sim_profile(hosts, model)), option: path}, timeout=60)
+        assert done.returncode != 0 and said in done.stdout and "Traceback" not in done.stderr, done.stdout + done.stderr
+    assert (tmp_path / "fifo").is_fifo()
