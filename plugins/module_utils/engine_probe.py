@@ -17,10 +17,14 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ansible_collections.rankzero.inference.plugins.module_utils import small_files
+
 RunCommand = Callable[..., tuple[int, str, str]]
 _VERSION = re.compile(r"\bversion:?\s+v?([0-9][^\s,]*)", re.IGNORECASE)
 _BARE_VERSION = re.compile(r"^v?([0-9]+\.[0-9][^\s,]*)\s*$", re.MULTILINE)  # all that vllm --version prints
 _DEVICE = re.compile(r"^\s+([A-Za-z]+[0-9]*): (.*?)(?: \((\d+) MiB, (\d+) MiB free\))?\s*$")
+_EXEC = "'''exec' "
+_BESIDE = re.compile(r'"\$\(dirname -- "\$\(realpath -- "\$0"\)"\)"/\'?([A-Za-z0-9._-]+)\'? ')
 _LIBRARY = re.compile(r"\.so(\.[0-9]+)*$")
 ANSWER_SECONDS = 120  # a driver that wakes up many GPUs takes its time; a program that serves instead of answering takes for ever
 CLEAN_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -134,17 +138,19 @@ def parse_devices(text: str) -> list[dict[str, Any]]:
 
 
 def python_of(program: str) -> str | None:
-    """The interpreter that a Python program of a build runs with, as its first line says; None for a program that is none.
+    """The interpreter that a Python program of a build runs with, as its first line says; None for a program that is none, or that cannot be read.
 
-    Where that line would be too long for the kernel, pip writes a shell's: C(#!/bin/sh), then C(''''exec' /long/path/python "$0" "$@").
+    Where that line would be too long for the kernel, pip writes a shell's: C(#!/bin/sh), then C('''exec' /long/path/python "$0" "$@"). In an environment that
+    can be moved (uv's relocatable ones) that second line looks for the interpreter beside the program.
     """
-    with open(program, "rb") as stream:
-        lines = stream.read(4096).split(b"\n")[:2]
-    if not lines[0].startswith(b"#!"):
+    content, _problem = small_files.read_bytes(program, 4096)
+    lines = (content or b"").decode("utf-8", "surrogateescape").split("\n")[:2]
+    if not lines[0].startswith("#!"):
         return None
-    words = lines[0][2:].decode("utf-8", "surrogateescape").split(None, 1)[:1]
-    if words == ["/bin/sh"] and len(lines) > 1 and lines[1].startswith(b"'''exec' "):
-        words = shlex.split(lines[1].decode("utf-8", "surrogateescape")[len("'''exec' ") :])[:1]
+    words = lines[0][2:].split(None, 1)[:1]
+    if words == ["/bin/sh"] and len(lines) > 1 and lines[1].startswith(_EXEC):
+        beside = _BESIDE.match(lines[1][len(_EXEC) :])
+        words = [os.path.join(os.path.dirname(os.path.realpath(program)), beside.group(1))] if beside else shlex.split(lines[1][len(_EXEC) :])[:1]
     return words[0] if words and os.path.basename(words[0]).startswith("python") and os.path.isabs(words[0]) else None
 
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ansible_collections.rankzero.inference.plugins.module_utils import log_signatures, processes, small_files
+from ansible_collections.rankzero.inference.plugins.module_utils import engine_probe, log_signatures, processes, small_files
 from ansible_collections.rankzero.inference.plugins.module_utils.revisions import write_file
 
 RunCommand = Callable[..., "tuple[int, str, str]"]
@@ -55,11 +55,8 @@ def interpreter(path: str) -> str | None:
     """The Python that runs a program: itself, or what its first line names. None for a program that is no Python's."""
     if os.path.basename(path).startswith("python"):
         return path if os.access(path, os.X_OK) else None
-    content, _problem = small_files.read_bytes(path, 512)
-    first = (content or b"").split(b"\n", 1)[0].decode("utf-8", "replace")
-    words = first[2:].split() if first.startswith("#!") else []
-    named = words[0] if words else ""
-    return named if os.path.basename(named).startswith("python") and os.access(named, os.X_OK) else None
+    named = engine_probe.python_of(path)
+    return named if named and os.access(named, os.X_OK) else None
 
 
 def collect(root: str, replica: str, seconds: float) -> dict[str, Any]:

@@ -165,3 +165,17 @@ def test_a_leader_that_cannot_be_reached_ends_in_minutes_with_its_cause(lab: Lab
         lab.join(*HOSTS)
     assert re.search(r"rank 1 \(v2\): .*waits for rank 0 at 10\.77\.0\.\d+:\d+ .*no answer", output), output
     assert {host: ours(lab, host) for host in HOSTS} == before
+
+
+@pytest.mark.parametrize("profile", [VLLM, SGLANG], ids=lambda profile: profile["engine"])
+def test_the_preflight_reduces_with_the_build_s_own_torch(lab: Lab, profile: dict[str, Any]) -> None:
+    """Gloo over two hosts in the environment that the shards will get; and with the way between them broken it says between which."""
+    told = succeeded(play(lab, "preflight", PATTERN, replica_profile=profile))
+    assert "Preflight of replica lab: passed" in told and len(re.findall(r"^ +[01] +v[12] .*gloo", told, re.MULTILINE)) == 2, told
+    lab.part("v1", "v2")
+    try:
+        broken = refused(play(lab, "preflight", PATTERN, replica_profile=profile))
+    finally:
+        lab.join("v1", "v2")
+    assert "v1" in broken and "v2" in broken and "reach" in broken, broken
+    assert all(lab.console(host, "ls /tmp /var/tmp | grep preflight", check=False).stdout == "" for host in HOSTS)
