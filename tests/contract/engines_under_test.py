@@ -11,6 +11,7 @@ minutes, in `make real-test`.
 from __future__ import annotations
 
 import contextlib
+import gzip
 import http.client
 import importlib.util
 import json
@@ -130,7 +131,9 @@ class Running:
                 headers["Content-Type"] = content_type
             connection.request(method or ("GET" if data is None else "POST"), path, data, headers)
             reply = connection.getresponse()
-            return Answer(reply.status, reply.getheader("content-type") or "", reply.read())
+            content = reply.read()
+            packed = reply.getheader("content-encoding") == "gzip"  # SGLang's metrics
+            return Answer(reply.status, reply.getheader("content-type") or "", gzip.decompress(content) if packed else content)
 
     def health(self) -> int | None:
         try:

@@ -140,7 +140,7 @@ def test_a_chat_without_messages_is_refused(running: Running, messages: Any) -> 
 
 def test_a_second_server_on_the_port_ends_and_does_not_harm_the_first(engine: Engine, launch: Start, running: Running) -> None:
     second = launch(engine, port=running.settings.port)
-    assert second.end() == 1
+    assert second.end() == (3 if engine.dialect == "sglang" else 1)  # uvicorn's own code for a server that could not start
     assert "bind" in second.log
     assert running.health() == 200
 

@@ -32,7 +32,11 @@ except urllib.error.HTTPError as error: print(error.code)"""
 SQUATTER = """import os, socket, time
 open("/run/squatter", "w").close()
 while not os.path.exists("/run/rankzero/lab.lock"): time.sleep(0.002)
-one = socket.socket(); one.bind(("0.0.0.0", 8000)); one.listen(); time.sleep(900)"""
+one = socket.socket()
+while one.fileno() >= 0:
+    try: one.bind(("0.0.0.0", 8000)); break
+    except OSError: time.sleep(0.001)  # somebody is just trying whether it is free
+one.listen(); time.sleep(900)"""
 
 
 @pytest.fixture(scope="module")

@@ -903,6 +903,7 @@ class Dialect:
     spawns_workers = True
     address_variables: tuple[str, ...] = ()  # where a rank's own address may be given
     binds_at = Phase.READY
+    port_taken_code = 1
     listens_at = Phase.READY
     warms_up = False
     knows_unknown_models = False
@@ -1077,6 +1078,7 @@ class SglangDialect(Dialect):
     default_port = 30000
     address_variables = ("SGLANG_HOST_IP", "HOST_IP")
     binds_at = Phase.WARMING
+    port_taken_code = 3  # uvicorn's for a server that could not start; seen with SGLang 0.5.23
     listens_at = Phase.WARMING
     warms_up = True
     knows_unknown_models = True
@@ -1310,7 +1312,7 @@ class Door:
             try:
                 await self._server.listen(self._socket)
             except OSError as error:
-                raise EngineExit(1, self._busy(error)) from error
+                raise EngineExit(self._dialect.port_taken_code, self._busy(error)) from error
             self._open = True
             self._log.info(f"listening on http://{self._host}:{self._socket.getsockname()[1]}")
 
@@ -1321,7 +1323,7 @@ class Door:
             door.bind((self._host, self._port))
         except (OSError, OverflowError) as error:
             door.close()
-            raise EngineExit(1, self._busy(error)) from error
+            raise EngineExit(self._dialect.port_taken_code, self._busy(error)) from error
         return door
 
     def _busy(self, error: Exception) -> str:
