@@ -195,18 +195,7 @@ class ActionModule(ActionBase):
         goes with it. The controller keeps nothing; ranks that are not written by one run are written anew by the next (decision 9)."""
         topic = hashlib.sha256(("%s %s" % (replica, fingerprint)).encode()).hexdigest()[:16]
         path = os.path.join(C.DEFAULT_LOCAL_TMP, "rankzero-tie-" + topic)
-        draft = "%s.%d" % (path, os.getpid())
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w", encoding="ascii") as stream:
-            stream.write(os.urandom(32).hex())
-        try:
-            os.link(draft, path)
-        except FileExistsError:
-            pass
-        finally:
-            os.unlink(draft)
-        with open(path, encoding="ascii") as stream:
-            return stream.read()
+        return controller_files.shared_text(path, lambda: os.urandom(32).hex())
 
     def _call(
         self, state: str = "present", secrets: dict[str, str] | None = None, target: str | None = None, only_own: bool = False, **revision: t.Any

@@ -253,7 +253,8 @@ class Store:
             with open(os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o755), "w", encoding="utf-8") as program:
                 program.write("#!%s -I\n%s" % (sys.executable, install["wrapper"]))
 
-    def _load(self, podman: str, install: Mapping[str, Any], transferred: str | None) -> str:
+    def _checked_archive(self, install: Mapping[str, Any], transferred: str | None) -> str:
+        """The path of the archive, transferred from the controller or downloaded, with the checksum that is wanted."""
         path = transferred
         if path is None:
             path = os.path.join(self.directory, "download-" + install["sha256"][:12])
@@ -261,6 +262,10 @@ class Store:
         seen = models.sha256(path)
         if seen != install["sha256"]:
             raise InstallError("%s has sha256 %s, and %s is wanted" % (downloads.shown(install["archive"]), seen, install["sha256"]))
+        return path
+
+    def _load(self, podman: str, install: Mapping[str, Any], transferred: str | None) -> str:
+        path = self._checked_archive(install, transferred)
         told = self._told([podman, "load", "--quiet", "--input", path])
         names = re.findall(r"Loaded image(?:\(s\))?:\s*(\S+)", told)
         if transferred is None:
@@ -274,13 +279,7 @@ class Store:
         return out
 
     def _unpack(self, install: Mapping[str, Any], place: str, transferred: str | None) -> None:
-        path = transferred
-        if path is None:
-            path = os.path.join(self.directory, "download-" + install["sha256"][:12])
-            downloads.fetch(install["archive"], path, install["sha256"])
-        seen = models.sha256(path)
-        if seen != install["sha256"]:
-            raise InstallError("%s has sha256 %s, and %s is wanted" % (downloads.shown(install["archive"]), seen, install["sha256"]))
+        path = self._checked_archive(install, transferred)
         archives.unpack(path, place)
         if transferred is None:
             os.unlink(path)

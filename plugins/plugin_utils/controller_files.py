@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
+from collections.abc import Callable
 
 from ansible.errors import AnsibleActionFail
 
@@ -53,17 +54,21 @@ def write_private(path: str, text: str) -> str:
     return target
 
 
-def shared_token(folder: str, topic: str) -> str:
-    """A random text that all forks of one run of Ansible share: whichever comes first makes it, in the directory of that run, with which it goes."""
-    path = os.path.join(folder, "rankzero-token-" + hashlib.sha256(topic.encode()).hexdigest()[:16])
+def shared_text(path: str, make: Callable[[], str]) -> str:
+    """A text that all forks of one run of Ansible share: whichever comes first makes it. C(path) is in the directory of that run, with which it goes."""
     draft = "%s.%d" % (path, os.getpid())
-    with os.fdopen(open_private(draft), "w", encoding="ascii") as stream:
-        stream.write(os.urandom(16).hex())
+    with os.fdopen(open_private(draft), "w", encoding="utf-8") as stream:
+        stream.write(make())
     try:
         os.link(draft, path)
     except FileExistsError:
         pass
     finally:
         os.unlink(draft)
-    with open(path, encoding="ascii") as stream:
+    with open(path, encoding="utf-8") as stream:
         return stream.read()
+
+
+def shared_token(folder: str, topic: str) -> str:
+    """A random text for one purpose of one run."""
+    return shared_text(os.path.join(folder, "rankzero-token-" + hashlib.sha256(topic.encode()).hexdigest()[:16]), lambda: os.urandom(16).hex())

@@ -17,6 +17,8 @@ import typing as t
 
 from ansible import constants as C
 
+from ansible_collections.rankzero.inference.plugins.plugin_utils import controller_files
+
 Lock = t.Mapping[str, t.Any]
 
 
@@ -26,18 +28,12 @@ def this_run(variables: t.Mapping[str, t.Any]) -> dict[str, t.Any]:
     C(variables): those of the task; AWX tells there who started the job (awx_user_name, awx_job_id). C(controller) is None where there is no /proc.
     """
     path = os.path.join(C.DEFAULT_LOCAL_TMP, "rankzero-run")
-    draft = "%s.%d" % (path, os.getpid())
     parent = os.getppid()  # forks are children of ansible-playbook itself
-    with open(draft, "w", encoding="utf-8") as stream:
-        json.dump({"owner": os.urandom(8).hex(), "who": who(variables), "controller": _process(parent)}, stream)
-    try:
-        os.link(draft, path)
-    except FileExistsError:
-        pass
-    finally:
-        os.unlink(draft)
-    with open(path, encoding="utf-8") as stream:
-        return dict(json.load(stream))
+
+    def made() -> str:
+        return json.dumps({"owner": os.urandom(8).hex(), "who": who(variables), "controller": _process(parent)})
+
+    return dict(json.loads(controller_files.shared_text(path, made)))
 
 
 def who(variables: t.Mapping[str, t.Any]) -> str:

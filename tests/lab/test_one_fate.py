@@ -12,10 +12,11 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from lab.deployed import until
 from lab.lab_hosts import Lab
 from lab.profiles import SIMULATED
 from lab.test_replica_on_hosts import play, succeeded
@@ -50,14 +51,6 @@ def state(lab: Lab, host: str) -> dict[str, Any]:
 
 def states(lab: Lab, hosts: list[str] | None = None) -> list[dict[str, Any]]:
     return [state(lab, host) for host in hosts or HOSTS]
-
-
-def until(true: Callable[[], Any], seconds: float, what: Callable[[], object]) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (value := true()):
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what()}"
-        time.sleep(0.2)
-    return value
 
 
 def serving(lab: Lab, other_than: str | None = None, seconds: float = 60) -> str:
