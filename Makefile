@@ -12,7 +12,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PYTHONDONTWRITEBYTECODE := 1
 
-.PHONY: help demo demo-clean test slow-test explore real-test sanity units matrix lab-test lab-quick lab-pytest molecule bench build clean
+.PHONY: help demo demo-clean test slow-test explore real-test sanity units matrix lab-test lab-quick lab-ci lab-pytest molecule bench build clean
 .PHONY: lint lint-python lint-ansible lint-docs lint-changelog lint-licences lint-galaxy lint-ee
 
 help:
@@ -29,8 +29,10 @@ help:
 	@echo "make matrix            unit and end-to-end tests on every Python and ansible-core that can be had here (CELLS=\"3.13:2.22 3.9\" for some)"
 	@echo "make lab-test          tests on several real hosts, all molecule scenarios among them (root, Debian packages)"
 	@echo "make lab-quick         the same with three scenarios; SCENARIO=\"upgrade removal\" for others, make molecule for those alone"
+	@echo "make lab-ci            two hosts: the simulator, llama.cpp and molecule's default scenario (root, about 3 minutes)"
 	@echo "make bench             what runs cost, beside their goals (docs/performance.md); two of its figures need root"
 	@echo "make build             the collection as a tarball"
+	@echo "make clean             remove what make installed or built in this checkout"
 
 $(VENV)/.demo: requirements/demo.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
@@ -122,6 +124,11 @@ lab-test: lab-pytest
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/molecule test --all --no-command-borders --report
 
 lab-quick: lab-pytest molecule
+
+# The part that fits every run of continuous integration: a replica over two hosts, llama.cpp's RPC among them, and one scenario of molecule.
+lab-ci: $(VENV)/.lab
+	@$(BIN)/python -m pytest -q tests/lab/test_replica_on_hosts.py -m lab
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/molecule test --scenario-name default --no-command-borders
 
 lab-pytest: $(VENV)/.lab
 	@$(BIN)/python -m pytest -q tests/lab -m lab

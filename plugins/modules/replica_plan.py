@@ -149,6 +149,10 @@ plan:
       description: By inventory host, why it was not taken.
       type: dict
       sample: {gpu-c: "gpus: 0 free of 8: GPU 0 (GPU-…) is held by shard chat/0 (pid 4711, 71000 MiB)"}
+    to_fetch:
+      description: By inventory host of a rank, the paths of adapters with a source that are not there. Fetch them and plan again.
+      type: dict
+      sample: {gpu-b: [/adapters/sql-3]}
     warnings:
       description: What an operator should know, in the shape of faults.
       type: list

@@ -56,11 +56,12 @@ def is_left(replica: str, facts: t.Mapping[str, t.Any]) -> bool:
 
 
 def is_converged(plan: t.Mapping[str, t.Any], facts: t.Mapping[str, t.Any]) -> bool:
-    """True where no host has anything to do: every rank is as planned and proven, no other host has anything of the replica, no dead run's lock is left.
+    """True where no host has anything to do: every rank is as planned, is proven and has its adapters' files, no other host has anything of the replica, and
+    no dead run's lock is left.
 
     C(facts): host -> node facts of all hosts of the request.
     """
-    if not plan["shards"] or any(shard["converge"]["reasons"] for shard in plan["shards"].values()):
+    if not plan["shards"] or plan["to_fetch"] or any(shard["converge"]["reasons"] for shard in plan["shards"].values()):
         return False
     locked = any(_mapping(_mapping(found).get("locks")).get(plan["replica"]) is not None for found in facts.values())
     return not locked and not any(is_left(plan["replica"], _mapping(found)) for host, found in facts.items() if host not in plan["shards"])

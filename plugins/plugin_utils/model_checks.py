@@ -49,7 +49,9 @@ def check_readable(host: str, rank: int | None, facts: t.Mapping[str, t.Any], pr
                 field, "%s was not looked at" % path, "facts about the model's files", "Facts gathered by the deploy look at it.", host=host, rank=rank
             )
         elif not model.get("exists") and any(adapter.path == path and adapter.source for adapter in profile.adapters):
-            findings.warn(field, "no %s" % path, "a file or directory on the host", "The deploy fetches it before it plans.", host=host, rank=rank)
+            findings.warn(
+                field, "no %s" % path, "a file or directory on the host", "The deploy fetches it, and plans again with it.", host=host, rank=rank
+            )
         elif not model.get("exists"):
             findings.fault(field, "no %s" % path, "a file or directory on the host", "Copy the model there, or correct the path.", host=host, rank=rank)
         elif not model.get("readable"):
@@ -61,6 +63,17 @@ def check_readable(host: str, rank: int | None, facts: t.Mapping[str, t.Any], pr
                 host=host,
                 rank=rank,
             )
+
+
+def to_fetch(ranks: t.Sequence[Rank], profile: Profile, engine: Engine) -> dict[str, list[str]]:
+    """host -> paths of the adapters that a deploy has to fetch there: it has a source, and the host of a rank that needs it does not have it."""
+    paths = [adapter.path for adapter in profile.adapters if adapter.source]
+    found = {}
+    for one in ranks:
+        models = one.facts["models"]
+        missing = [path for path in dict.fromkeys(paths) if engine.needs_model(profile, one.rank) and path in models and not models[path].get("exists")]
+        found.update({one.host.name: missing} if missing else {})
+    return found
 
 
 def _check_place(one: Rank, profile: Profile, findings: Findings) -> None:

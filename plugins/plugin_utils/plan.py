@@ -159,6 +159,7 @@ def _empty_plan(replica: str | None, profile: Profile | None) -> dict[str, t.Any
         "shards": {},
         "not_chosen": {},
         "leaving": [],
+        "to_fetch": {},
         "warnings": [],
         "faults": [],
     }
@@ -304,6 +305,7 @@ def _plan_hosts(
     return {
         "not_chosen": dict(placed.not_chosen),
         "leaving": leaving,
+        "to_fetch": model_checks.to_fetch(ranks, profile, engine),
         **_whole(request, options, replica, profile, engine, ranks, shards, choice, tie, findings),
     }
 

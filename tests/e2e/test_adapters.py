@@ -52,7 +52,7 @@ def test_adapters_are_fetched_to_every_rank_and_listed_in_order(make_fleet: Make
         ]
         extra = with_profile(hosts, sim_profile(hosts, model, nodes=2, adapters=adapters))
         checked = hosts.run("deploy_replica", "--check", extra=extra)
-        assert checked.returncode == 0 and "The deploy fetches it before it plans" in checked.stdout and not places["sql-3"].exists(), checked.stdout
+        assert checked.returncode == 0 and "The deploy fetches it, and plans again with it" in checked.stdout and not places["sql-3"].exists(), checked.stdout
         first = hosts.run("deploy_replica", "-vvv", extra=extra)
         assert first.returncode == 0, first.stdout + first.stderr
         assert all(headers["Authorization"] == f"Bearer {TOKEN}" for _path, headers in server.seen) and len(server.seen) >= 3
@@ -70,6 +70,21 @@ def test_adapters_are_fetched_to_every_rank_and_listed_in_order(make_fleet: Make
     changed = hosts.run("deploy_replica", extra=extra)
     told = " ".join((changed.stdout + changed.stderr).split())
     assert changed.returncode != 0 and "files that were changed after they were fetched" in told and request(launch["ready"]["url"], "/health")[0] == 200
+
+
+def test_adapters_go_to_the_chosen_ranks_only_and_not_for_a_refused_plan(make_fleet: MakeFleet, model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    hosts = make_fleet(["node-a", "node-b", "node-c"], gpus=2)
+    source, place = adapter(tmp_path / "fix"), tmp_path / "adapters/fix-1"
+    adapters = [{"name": "fix", "path": str(place), "source": str(source)}]
+    refused = hosts.run("deploy_replica", extra=with_profile(hosts, sim_profile(hosts, model, nodes=4, adapters=adapters)))
+    assert refused.returncode != 0 and "nothing was changed" in refused.stdout and not place.parent.exists(), refused.stdout
+    extra = with_profile(hosts, sim_profile(hosts, model, nodes=2, adapters=adapters))
+    checked = hosts.run("deploy_replica", "--check", extra=extra)
+    assert [recap(checked.stdout, name)["changed"] > 0 for name in ("node-a", "node-b", "node-c")] == [True, True, False], checked.stdout
+    deployed = hosts.run("deploy_replica", extra=extra)
+    assert deployed.returncode == 0 and recap(deployed.stdout, "node-c")["changed"] == 0, deployed.stdout + deployed.stderr
+    again = hosts.run("deploy_replica", extra=extra)
+    assert again.returncode == 0 and "fetch" not in again.stdout.lower(), again.stdout
 
 
 @pytest.mark.slow

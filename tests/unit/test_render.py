@@ -326,14 +326,16 @@ def test_a_replica_is_converged_only_where_no_host_has_anything_to_do() -> None:
     """A deploy ends after its facts then, so whatever a later task would have found must already speak against it here."""
 
     def plan(**reasons: list[str]) -> dict[str, Any]:
-        return {"replica": "glm", "shards": {host: {"converge": {"reasons": found, "restart": False}} for host, found in reasons.items()}}
+        shards = {host: {"converge": {"reasons": found, "restart": False}} for host, found in reasons.items()}
+        return {"replica": "glm", "to_fetch": {}, "shards": shards}
 
     as_planned = plan(a=[], b=[])
     ours = {"shards": {"glm": {"rank": 0}}, "locks": {}, "traces": {"replicas": {"glm": {}}, "made_users": ["rankzero"]}}
     elsewhere = {"shards": {"other": {"rank": 0}}, "locks": {"other": {"owner": "x"}}, "traces": {"replicas": {"other": {}}, "made_users": ["rankzero"]}}
     assert convergence.is_converged(as_planned, {"a": ours, "b": ours, "c": elsewhere, "d": {}})
     assert not convergence.is_converged(plan(a=[], b=[convergence.UNPROVEN]), {"a": ours, "b": ours}), "a rank is to be proven"
-    assert not convergence.is_converged({"replica": "glm", "shards": {}}, {}), "a refused plan"
+    assert not convergence.is_converged({**as_planned, "to_fetch": {"b": ["/adapters/sql-3"]}}, {"a": ours, "b": ours}), "an adapter's files are gone"
+    assert not convergence.is_converged({"replica": "glm", "to_fetch": {}, "shards": {}}, {}), "a refused plan"
     for left in (
         {"shards": {"glm": {"rank": 1}}},
         {"traces": {"replicas": {"glm": {"pids": [7]}}}},
