@@ -70,10 +70,15 @@ class Wanted(NamedTuple):
         return {key: value for key, value in said.items() if value}
 
 
+def check_path(path: str) -> None:
+    """Raises FetchError for what is not the one name of a place."""
+    if not os.path.isabs(path) or os.path.normpath(path) != path or path == "/" or not path.isprintable():
+        raise FetchError("path is %r: an absolute path without .. is wanted" % path)
+
+
 def check(wanted: Wanted) -> None:
     """Raises FetchError for what is not one certain content."""
-    if not os.path.isabs(wanted.path) or os.path.normpath(wanted.path) != wanted.path or wanted.path == "/" or not wanted.path.isprintable():
-        raise FetchError("path is %r: an absolute path without .. is wanted" % wanted.path)
+    check_path(wanted.path)
     if wanted.sha256 is not None and not SHA256.match(wanted.sha256):
         raise FetchError("sha256 is %r: 64 lower-case hexadecimal digits are wanted" % wanted.sha256)
     if wanted.source.startswith("hf:"):
@@ -111,11 +116,10 @@ def is_there(wanted: Wanted) -> bool:
 
 def fetch(wanted: Wanted, run_command: RunCommand, transferred: str | None = None) -> None:
     """Make C(wanted.path). `transferred`: an archive from the controller. Raises FetchError, DownloadError, ArchiveError and OSError."""
-    parent, name = os.path.split(wanted.path)
     previous = os.umask(0o022)
     try:
-        os.makedirs(parent, 0o755, exist_ok=True)
-        with _unfinished(os.path.join(parent, ".%s.unfinished" % name)) as work:
+        os.makedirs(os.path.dirname(wanted.path), 0o755, exist_ok=True)
+        with _unfinished(_work_directory(wanted.path)) as work:
             if is_there(wanted):  # another host has brought it meanwhile
                 shutil.rmtree(work)
                 return
@@ -131,6 +135,65 @@ def fetch(wanted: Wanted, run_command: RunCommand, transferred: str | None = Non
             shutil.rmtree(work)
     finally:
         os.umask(previous)
+
+
+def check_removal(path: str, sha256: str | None, root: str) -> bool:
+    """Whether something of a fetch is at the path. Raises FetchError for what no fetch has brought, and for what a replica needs."""
+    if not os.path.lexists(path):
+        return os.path.isdir(_work_directory(path)) and not os.path.islink(_work_directory(path))
+    if os.path.islink(path):
+        raise FetchError("it is a link, and no fetch makes one: remove it by hand")
+    if os.path.isdir(path):
+        if models.read_note(path) is None:
+            raise FetchError("it has no note of a fetch (%s), so it is somebody else's: remove it by hand" % models.NOTE)
+    elif not os.path.isfile(path) or sha256 is None or models.sha256(path) != sha256:
+        raise FetchError("a file has no note of where it came from: it is removed where sha256 names its content, and by hand otherwise")
+    replicas = users(root, path)
+    if replicas:
+        raise FetchError("it is in use by %s: remove or redeploy what uses it first" % ", ".join(replicas))
+    return True
+
+
+def remove(path: str) -> None:
+    """Remove the content and what a broken fetch has left. The path loses its name first: nobody sees half a directory. Raises FetchError and OSError."""
+    with _unfinished(_work_directory(path)) as work:
+        if os.path.lexists(path):
+            os.rename(path, os.path.join(work, "removed"))
+        shutil.rmtree(work)
+
+
+def sweep(path: str) -> None:
+    """Remove what a fetch that was killed at its very end has left beside the path, unless another run is at it."""
+    work = _work_directory(path)
+    if os.path.isdir(work) and not os.path.islink(work):
+        with contextlib.suppress(FetchError), _unfinished(work, patience=0):
+            shutil.rmtree(work)
+
+
+def users(root: str, path: str) -> list[str]:
+    """Replicas on the host one of whose kept revisions names the path or something below it: C(NAME)."""
+    base = os.path.join(root, "etc/rankzero")
+    named = re.compile(re.escape(path) + r"(?![\w.-])")
+    found = []
+    for replica in small_files.names(base):
+        revisions = os.path.join(base, replica, "revisions")
+        launches = [small_files.read_json(os.path.join(revisions, name, "launch.json"), 4 << 20)[0] for name in small_files.names(revisions)]
+        if any(named.search(text) for launch in launches for text in _texts(launch)):
+            found.append(replica)
+    return found
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (list, Mapping)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(item)
+
+
+def _work_directory(path: str) -> str:
+    parent, name = os.path.split(path)
+    return os.path.join(parent, ".%s.unfinished" % name)
 
 
 @contextlib.contextmanager
@@ -249,4 +312,4 @@ def interpreter(builds: Any, engine: str | None) -> str | None:
     return next((str(build["python"]["path"]) for build in found if (build.get("python") or {}).get("path")), None)
 
 
-__all__ = ["FetchError", "Wanted", "check", "fetch", "interpreter", "is_there"]
+__all__ = ["FetchError", "Wanted", "check", "check_path", "check_removal", "fetch", "interpreter", "is_there", "remove", "sweep", "users"]

@@ -13,6 +13,7 @@ description:
   - Brings the files of a model or a LoRA adapter to a path on the host, from an http(s) address with its checksum, a repository of Hugging Face at
     a pinned revision, or the controller. A broken transfer is gone on from, also by a later run.
   - The path takes its name when its content is whole and checked. What is there under another content is never touched.
+  - With O(state=absent) it removes what a fetch has brought, unless a kept revision of a replica on the host names it.
   - Nothing needs to be installed on the host but for Hugging Face, where the C(huggingface_hub) of a registered engine build is used.
 author:
   - The rankzero.inference authors (@rankzero)
@@ -26,8 +27,15 @@ options:
       - An C(http://) or C(https://) address of a file, or of an archive (tar, tar.gz, tar.xz, tar.bz2, zip), which is unpacked.
       - C(hf://ORGANISATION/NAME), a repository of Hugging Face.
       - Anything else is a file or directory on the controller.
+      - Required with O(state=present).
     type: str
-    required: true
+  state:
+    description:
+      - V(absent) removes the content and what a broken fetch has left beside it. A directory must have the note of a fetch, and of a file O(sha256) must
+        say which content is meant; what nobody fetched is never removed.
+    type: str
+    choices: [present, absent]
+    default: present
   sha256:
     description:
       - Of what an address sends, where it is required; otherwise of the content. For a directory that is what
@@ -93,6 +101,11 @@ EXAMPLES = r"""
   rankzero.inference.model_files:
     path: /adapters/fix-1
     source: adapters/fix-1
+
+- name: Remove an adapter that no replica needs any more
+  rankzero.inference.model_files:
+    path: /adapters/sql-2
+    state: absent
 """
 
 RETURN = r"""
@@ -116,7 +129,8 @@ from ansible_collections.rankzero.inference.plugins.module_utils import archives
 
 ARGUMENTS: t.Dict[str, t.Any] = {
     "path": {"type": "path", "required": True},
-    "source": {"type": "str", "required": True, "no_log": True},
+    "source": {"type": "str", "no_log": True},
+    "state": {"type": "str", "choices": ["present", "absent"], "default": "present"},
     "sha256": {"type": "str"},
     "revision": {"type": "str"},
     "files": {"type": "list", "elements": "str", "default": []},
@@ -129,8 +143,19 @@ ARGUMENTS: t.Dict[str, t.Any] = {
 }
 
 
+def remove(module: AnsibleModule) -> None:
+    path = module.params["path"]
+    model_fetch.check_path(path)
+    found = model_fetch.check_removal(path, module.params["sha256"] or None, module.params["replica_root"])
+    if found and not module.check_mode:
+        model_fetch.remove(path)
+    module.exit_json(changed=found, path=path)
+
+
 def run(module: AnsibleModule) -> None:
     params = module.params
+    if params["state"] == "absent":
+        remove(module)
     wanted = model_fetch.Wanted(
         path=params["path"],
         source=params["source"],
@@ -143,6 +168,8 @@ def run(module: AnsibleModule) -> None:
     )
     model_fetch.check(wanted)
     if model_fetch.is_there(wanted):
+        if not module.check_mode:
+            model_fetch.sweep(wanted.path)
         module.exit_json(changed=False, path=wanted.path)
     if module.check_mode:
         module.exit_json(changed=True, path=wanted.path)
@@ -153,8 +180,8 @@ def run(module: AnsibleModule) -> None:
 
 
 def main() -> None:
-    module = AnsibleModule(argument_spec=ARGUMENTS, supports_check_mode=True)
-    downloads.hide(module.no_log_values, module.params["source"])
+    module = AnsibleModule(argument_spec=ARGUMENTS, required_if=[("state", "present", ["source"])], supports_check_mode=True)
+    downloads.hide(module.no_log_values, module.params["source"] or "")
     try:
         run(module)
     except (model_fetch.FetchError, downloads.DownloadError, archives.ArchiveError) as error:

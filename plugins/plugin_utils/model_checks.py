@@ -49,9 +49,7 @@ def check_readable(host: str, rank: int | None, facts: t.Mapping[str, t.Any], pr
                 field, "%s was not looked at" % path, "facts about the model's files", "Facts gathered by the deploy look at it.", host=host, rank=rank
             )
         elif not model.get("exists") and any(adapter.path == path and adapter.source for adapter in profile.adapters):
-            findings.warn(
-                field, "no %s" % path, "a file or directory on the host", "The deploy fetches it, and plans again with it.", host=host, rank=rank
-            )
+            findings.warn(field, "no %s" % path, "a file or directory on the host", "The deploy fetches it, and plans again with it.", host=host, rank=rank)
         elif not model.get("exists"):
             findings.fault(field, "no %s" % path, "a file or directory on the host", "Copy the model there, or correct the path.", host=host, rank=rank)
         elif not model.get("readable"):

@@ -10,6 +10,8 @@ import io
 import json
 import os
 import pathlib
+import subprocess
+import sys
 import tarfile
 from collections.abc import Callable
 
@@ -36,6 +38,13 @@ def archived(folder: pathlib.Path) -> bytes:
     with tarfile.open(fileobj=stream, mode="w:gz") as archive:
         archive.add(folder, "x")
     return stream.getvalue()
+
+
+def removed(hosts: fleet.Fleet, place: pathlib.Path, *words: str) -> subprocess.CompletedProcess[str]:
+    arguments = {"path": str(place), "state": "absent", "replica_root": str(hosts.root("node-a"))}
+    program = str(pathlib.Path(sys.executable).parent / "ansible")
+    command = [program, "-i", str(hosts.inventory), "node-a", "-m", "rankzero.inference.model_files", "-a", json.dumps(arguments), *words]
+    return subprocess.run(command, cwd=fleet.ROOT, env=fleet.ansible_environment(), capture_output=True, text=True, timeout=60, check=False)
 
 
 def test_adapters_are_fetched_to_every_rank_and_listed_in_order(make_fleet: MakeFleet, model: pathlib.Path, tmp_path: pathlib.Path) -> None:
@@ -85,6 +94,13 @@ def test_adapters_go_to_the_chosen_ranks_only_and_not_for_a_refused_plan(make_fl
     assert deployed.returncode == 0 and recap(deployed.stdout, "node-c")["changed"] == 0, deployed.stdout + deployed.stderr
     again = hosts.run("deploy_replica", extra=extra)
     assert again.returncode == 0 and "fetch" not in again.stdout.lower(), again.stdout
+
+    used = removed(hosts, place)
+    assert used.returncode != 0 and "in use by e2e" in used.stdout and place.is_dir(), used.stdout
+    assert hosts.run("remove_replica", extra=extra).returncode == 0
+    would, gone, nothing = removed(hosts, place, "--check"), removed(hosts, place), removed(hosts, place)
+    assert "CHANGED" in would.stdout and "CHANGED" in gone.stdout and "CHANGED" not in nothing.stdout and nothing.returncode == 0, nothing.stdout
+    assert os.listdir(place.parent) == []
 
 
 @pytest.mark.slow

@@ -219,3 +219,47 @@ def test_without_a_build_that_has_it(tmp_path: pathlib.Path) -> None:
     builds = {"llamacpp": [{"problems": [], "python": None}], "sglang": [other], "vllm": [{**build, "problems": ["gone"]}, build]}
     assert model_fetch.interpreter(builds, "vllm") == "/v/bin/python" and model_fetch.interpreter(builds, None) == "/s/bin/python"
     assert model_fetch.interpreter({}, "vllm") is model_fetch.interpreter(None, None) is None
+
+
+def revision(root: pathlib.Path, replica: str, *arguments: str) -> None:
+    folder = root / "etc/rankzero" / replica / "revisions/0123456789abcdef"
+    folder.mkdir(parents=True)
+    (folder / "launch.json").write_text(json.dumps({"launches": [{"path": "/opt/vllm", "args": list(arguments)}]}))
+
+
+def test_what_was_fetched_is_removed_once_no_revision_names_it(tmp_path: pathlib.Path) -> None:
+    path, content = tmp_path / "adapters/sql", packed(FILES)
+    with loopback.serving(lambda request: request.send_part(content)) as server:
+        fetch(Wanted(str(path), server.url("/sql.tar.gz"), sha256(content)))
+    revision(tmp_path, "other", "--lora-modules", "sql=%s-3" % path)
+    assert model_fetch.check_removal(str(path), None, str(tmp_path)), "another path that begins with it is another path"
+    revision(tmp_path, "glm", "--lora-modules", "sql=%s" % path)
+    with pytest.raises(FetchError, match="in use by glm:"):
+        model_fetch.check_removal(str(path), None, str(tmp_path))
+    model_fetch.remove(str(path))
+    assert os.listdir(tmp_path / "adapters") == [] and not model_fetch.check_removal(str(path), None, str(tmp_path))
+
+
+def test_what_nobody_fetched_is_not_removed(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/model.safetensors").write_bytes(CONTENT)
+    (tmp_path / "link").symlink_to("own")
+    (tmp_path / "file.gguf").write_bytes(CONTENT)
+    os.mkfifo(tmp_path / "fifo")
+    for name, digest in (("own", sha256(CONTENT)), ("link", None), ("file.gguf", None), ("file.gguf", "0" * 64), ("fifo", "0" * 64)):
+        with pytest.raises(FetchError, match="by hand"):
+            model_fetch.check_removal(str(tmp_path / name), digest, str(tmp_path))
+    assert model_fetch.check_removal(str(tmp_path / "file.gguf"), sha256(CONTENT), str(tmp_path))
+
+
+def test_what_a_fetch_that_was_killed_left_beside_the_path_goes(tmp_path: pathlib.Path) -> None:
+    path, work = tmp_path / "sql", tmp_path / ".sql.unfinished"
+    for clean in (lambda: model_fetch.sweep(str(path)), lambda: model_fetch.remove(str(path))):
+        (work / "content").mkdir(parents=True)
+        assert model_fetch.check_removal(str(path), None, str(tmp_path))
+        clean()
+        assert not work.exists()
+    work.mkdir()
+    with model_fetch._unfinished(str(work)):
+        model_fetch.sweep(str(path))
+        assert work.exists(), "another run is at it"
