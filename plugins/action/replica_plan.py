@@ -103,6 +103,7 @@ class ActionModule(ActionBase):
             absent_hosts=self._absent(arguments, task_vars),
             sliced_job=run_identity.sliced_job(task_vars),
             options=hostvars.plain(arguments["options"]),
+            known_variables=collection_files.role_variables(),
             key_digest=secrets.digest(key, str(replica)) if key else None,
             program_hashes=self._hashes(arguments),
             sent={} if arguments["recorded"] else self._sent(hostvars.plain(arguments["profile"]), hostvars.plain(arguments["profiles"])),
@@ -177,7 +178,8 @@ class ActionModule(ActionBase):
     @staticmethod
     def _host(host: str, task_vars: t.Any, recorded: bool) -> HostInput:
         variables = task_vars["hostvars"][host]
-        facts = hostvars.facts_of(hostvars.raw_variables(task_vars, host), recorded)
+        raw = hostvars.raw_variables(task_vars, host)
+        facts = hostvars.facts_of(raw, recorded)
         return HostInput(
             name=host,
             facts=hostvars.plain(facts) if isinstance(facts, t.Mapping) else facts,
@@ -189,6 +191,7 @@ class ActionModule(ActionBase):
             rank=hostvars.plain(variables.get("replica_rank")),
             groups=tuple(str(name) for name in variables.get("group_names") or ()),
             sysfs_root=hostvars.text(variables.get("replica_sysfs_root")) or "/sys",
+            variables=tuple(str(name) for name in raw if str(name).startswith("replica_")),
         )
 
     @staticmethod

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 
 ROLE = pathlib.Path(__file__).resolve().parent.parent.parent / "roles" / "replica"
 SUPERVISOR_PROGRAM = "run_shard.py"
@@ -24,3 +25,10 @@ def container_program() -> str:
 
 def template(name: str) -> str:
     return (ROLE / "templates" / name).read_text(encoding="utf-8")
+
+
+def role_variables() -> frozenset[str]:
+    """The variables that an operator may set: those of the role's argument specs, and those of the playbooks alone."""
+    specs = (ROLE / "meta" / "argument_specs.yml").read_text(encoding="utf-8")
+    playbook = (ROLE.parent.parent / "playbooks" / "deploy_replica.yml").read_text(encoding="utf-8")
+    return frozenset(re.findall(r"^ +(replica_[a-z_]+):", specs, re.MULTILINE)) | frozenset(re.findall(r"\breplica_[a-z_]+", playbook))

@@ -33,7 +33,7 @@ from ansible_collections.rankzero.inference.plugins.plugin_utils.engines.base im
 from ansible_collections.rankzero.inference.plugins.plugin_utils.environment import Environment
 from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings, natural_key, shown
 from ansible_collections.rankzero.inference.plugins.plugin_utils.profile import Profile
-from ansible_collections.rankzero.inference.plugins.plugin_utils.values import NAME, Reader, unprintable
+from ansible_collections.rankzero.inference.plugins.plugin_utils.values import NAME, Reader, nearest, unprintable
 
 SCHEMA = 1
 DEFAULT_HTTP_PORT = 8000
@@ -59,6 +59,7 @@ class HostInput:
     rank: t.Any = None
     groups: tuple[str, ...] = ()
     sysfs_root: str = "/sys"
+    variables: tuple[str, ...] = ()  # names of its inventory variables that begin with replica_
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +76,7 @@ class Request:
     key_digest: str | None = None
     program_hashes: t.Mapping[str, str] = dataclasses.field(default_factory=dict)
     sent: t.Mapping[str, str] = dataclasses.field(default_factory=dict)  # path of an adapter -> checksum of its source, where that is on the controller
+    known_variables: frozenset[str] = frozenset()  # what the role and the playbooks read
     ended_owners: tuple[str, ...] = ()  # owners of locks that hold nobody up: this run, and runs that are known to have ended
 
 
@@ -134,6 +136,7 @@ def _build(request: Request) -> dict[str, t.Any]:
         engine.validate(profile, profiles.location(request.profile), findings)
         engine.warnings(profile, findings)
     facts = _check_hosts(request, findings)
+    _check_variables(request, findings)
     if replica:
         check_locks(replica, {host.name: facts[host.name] for host in request.hosts if host.name in facts}, request.ended_owners, findings)
     plan = _empty_plan(replica, profile)
@@ -232,6 +235,15 @@ def _check_hosts(request: Request, findings: Findings) -> dict[str, dict[str, t.
             )
         _check_place(host, findings)
     return {host.name: _facts_of(host, findings) for host in request.hosts if not host_facts.problem(host.facts)}
+
+
+def _check_variables(request: Request, findings: Findings) -> None:
+    """A name that nobody reads is everybody's own, unless it looks like one that is read: then the value was meant for something."""
+    named = sorted({name for host in request.hosts for name in host.variables} - request.known_variables)
+    for name in named if request.known_variables else ():
+        meant = nearest(name, request.known_variables, likeness=0.9)
+        if meant:
+            findings.warn(name, "a variable of the inventory or the command line that nothing reads", meant, "Correct its name if that is what it means.")
 
 
 def _check_place(host: HostInput, findings: Findings) -> None:

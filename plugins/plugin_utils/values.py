@@ -181,6 +181,7 @@ def as_integer(value: t.Any) -> int | None:
     return None
 
 
-def nearest(word: str, candidates: t.Iterable[str]) -> str | None:
-    found = difflib.get_close_matches(word, sorted(candidates), n=1, cutoff=0.6)
+def nearest(word: str, candidates: t.Iterable[str], likeness: float = 0.6) -> str | None:
+    """The candidate that is most like the word, where one is at least so much like it (0 to 1)."""
+    found = difflib.get_close_matches(word, sorted(candidates), n=1, cutoff=likeness)
     return found[0] if found else None

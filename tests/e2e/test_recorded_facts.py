@@ -88,6 +88,8 @@ def plan(tmp_path: pathlib.Path, playbook: str, cwd: pathlib.Path, environment: 
         "replica_gather=false",
         "-e",
         f"plan_file={target}",
+        "-e",
+        "replica_fabrik=none",
     ]
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert not (tmp_path / "contacted").exists(), "a host was contacted"
@@ -102,6 +104,8 @@ def test_a_plan_from_inventory_variables_contacts_no_host(tmp_path: pathlib.Path
     assert env["NCCL_IB_HCA"] == "=mlx5_0:1,mlx5_1:1,mlx5_2:1,mlx5_3:1" and env["NCCL_IB_GID_INDEX"] == "3" and env["NCCL_IB_DISABLE"] == "0"
     assert env["NCCL_SOCKET_IFNAME"] == "=mgmt0" and env["GLOO_SOCKET_IFNAME"] == "mgmt0"
     assert set(found["shards"]["gpu-2"]["launches"][-1]["why"]) >= set(env)
+    told = [(one["field"], one["wanted"]) for one in found["warnings"] if one["field"].startswith("replica_")]
+    assert told == [("replica_fabrik", "replica_fabric")], "and no warning of a variable that is one"
 
 
 def test_what_a_shard_would_see_can_be_pasted_into_a_shell(tmp_path: pathlib.Path) -> None:

@@ -13,7 +13,7 @@ import facts
 import pytest
 from facts import changed, faults, good, gpu, hosts, minimal, node, plan, profile, shard
 
-from ansible_collections.rankzero.inference.plugins.plugin_utils import convergence, quantization
+from ansible_collections.rankzero.inference.plugins.plugin_utils import collection_files, convergence, quantization
 from ansible_collections.rankzero.inference.plugins.plugin_utils.placement import of_class
 from ansible_collections.rankzero.inference.plugins.plugin_utils.plan import build_plan
 from ansible_collections.rankzero.inference.plugins.plugin_utils.tables import plan_text, table
@@ -1122,3 +1122,11 @@ def test_a_gpu_that_is_held_is_one_fault_and_not_one_of_the_fabric_on_every_host
     assert plan(found, profile(nodes=4, pp=4))["faults"] == []
     found["n3"]["gpus"][2]["processes"] = [{"pid": 4711, "used_mib": 71000, "name": "python3", "user": "eve", "shard": None, "kind": "compute"}]
     assert faults(found, profile(nodes=4, pp=4)) == [("n3", "gpus")]
+
+
+def test_a_variable_that_is_almost_one_of_the_roles_is_told() -> None:
+    known = collection_files.role_variables()
+    assert {"replica_fabric", "replica_become", "replica_names", "replica_model_token", "replica_plan_picture"} <= known
+    inputs = {"n1": {"variables": ("replica_fabrik", "replica_http_port", "replica_owner")}, "n2": {"variables": ("replica_fabrik",)}}
+    told = [(one["host"], one["field"], one["wanted"]) for one in good(inputs=inputs, known_variables=known)["warnings"] if one["field"].startswith("replica_")]
+    assert told == [(None, "replica_fabrik", "replica_fabric")], "once; neither what is known nor what is somebody's own"
