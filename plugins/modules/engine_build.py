@@ -234,6 +234,9 @@ import re
 import time
 import typing as t
 
+from ansible_collections.rankzero.inference.plugins.module_utils import compile_once  # noqa: F401  before all others
+
+# isort: split
 from ansible.module_utils.basic import AnsibleModule
 
 from ansible_collections.rankzero.inference.plugins.module_utils import archives, downloads, engine_installs, engine_probe, nvidia

@@ -123,6 +123,9 @@ content_sha256:
 
 import typing as t
 
+from ansible_collections.rankzero.inference.plugins.module_utils import compile_once  # noqa: F401  before all others
+
+# isort: split
 from ansible.module_utils.basic import AnsibleModule
 
 from ansible_collections.rankzero.inference.plugins.module_utils import archives, downloads, engine_builds, model_fetch, models

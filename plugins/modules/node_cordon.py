@@ -63,6 +63,9 @@ import json
 import os
 import time
 
+from ansible_collections.rankzero.inference.plugins.module_utils import compile_once  # noqa: F401  before all others
+
+# isort: split
 from ansible.module_utils.basic import AnsibleModule
 
 from ansible_collections.rankzero.inference.plugins.module_utils import shard_records

@@ -340,6 +340,9 @@ ansible_facts:
           type: dict
 """
 
+from ansible_collections.rankzero.inference.plugins.module_utils import compile_once  # noqa: F401  before all others
+
+# isort: split
 from ansible.module_utils.basic import AnsibleModule
 
 from ansible_collections.rankzero.inference.plugins.module_utils import node

@@ -165,6 +165,9 @@ remote_calls:
 
 import typing as t
 
+from ansible_collections.rankzero.inference.plugins.module_utils import compile_once  # noqa: F401  before all others
+
+# isort: split
 from ansible.module_utils.basic import AnsibleModule
 
 from ansible_collections.rankzero.inference.plugins.module_utils.deployment import Deployment, DeploymentError, ServiceError

@@ -79,6 +79,9 @@ reason:
   type: str
 """
 
+from ansible_collections.rankzero.inference.plugins.module_utils import compile_once  # noqa: F401  before all others
+
+# isort: split
 from ansible.module_utils.basic import AnsibleModule
 
 from ansible_collections.rankzero.inference.plugins.module_utils import observation, requests_in_flight
