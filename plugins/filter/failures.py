@@ -1,7 +1,7 @@
 # Copyright (c) 2026 The rankzero.inference authors
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""Filters over what hosts said: results of a failed run, and facts."""
+"""Filters over what hosts said: results of a run, and facts."""
 
 from __future__ import annotations
 
@@ -36,6 +36,10 @@ def are_back(hosts: t.Sequence[str], variables: t.Any, back: t.Mapping[str, t.An
     return failures.are_back(_failures(hosts, variables).values(), hostvars.plain(back), _registered(hosts, variables, "__replica_restored"))
 
 
+def removal_summary(hosts: t.Sequence[str], variables: t.Any, replica: str, check: bool = False) -> str:
+    return lifecycle.removal_summary(str(replica), _registered(hosts, variables, "__replica_removed"), bool(check))
+
+
 def stopped_replicas(facts: t.Any) -> list[str]:
     return lifecycle.stopped_replicas(hostvars.plain(facts))
 
@@ -52,4 +56,10 @@ def _registered(hosts: t.Sequence[str], variables: t.Any, name: str) -> dict[str
 
 class FilterModule:
     def filters(self) -> dict[str, t.Callable[..., t.Any]]:
-        return {"failure_summary": failure_summary, "was_locked": was_locked, "are_back": are_back, "stopped_replicas": stopped_replicas}
+        return {
+            "failure_summary": failure_summary,
+            "was_locked": was_locked,
+            "are_back": are_back,
+            "stopped_replicas": stopped_replicas,
+            "removal_summary": removal_summary,
+        }

@@ -31,5 +31,5 @@ def get_code(importer: zipimport.zipimporter, fullname: str) -> types.CodeType:
     return _compiled.pop(_key(importer, fullname), None) or _get_code(importer, fullname)
 
 
-zipimport.zipimporter.get_filename = get_filename  # type: ignore[method-assign]
-zipimport.zipimporter.get_code = get_code  # type: ignore[method-assign]
+for method in (get_filename, get_code):
+    setattr(zipimport.zipimporter, method.__name__, method)

@@ -212,3 +212,32 @@ def stopped_replicas(facts: t.Any) -> list[str]:
         return []
     shards = host_facts.normalise(facts)["shards"]
     return sorted(replica for replica, record in shards.items() if record["revision"] and not (record.get("unit") or {}).get("active"))
+
+
+# ---- what is left of a replica
+
+_GONE = (
+    ("gpu_memory", "no GPU lists memory of it"),
+    ("ports", "its ports can be bound"),
+    ("processes", "no process of it runs"),
+    ("files", "no file of it is left"),
+)
+
+
+def removal_summary(replica: str, results: t.Mapping[str, t.Any], check: bool = False) -> str:
+    """A few lines for an operator. C(results): host -> what the module shard answered to C(state=absent), all without failure."""
+    changed = [host for host in sorted(results, key=natural_key) if results[host].get("changed")]
+    if not changed:
+        return "There is nothing of replica %s on %s." % (replica, _hosts(list(results)))
+    if check:
+        return "Replica %s would be removed from %s." % (replica, _hosts(changed))
+    verified = {host: results[host].get("verified") or {} for host in changed}
+    seen = [text for name, text in _GONE if all(found.get(name) for found in verified.values())]
+    lines = ["Replica %s is gone from %s. Seen there: %s." % (replica, _hosts(changed), ", ".join(seen) or "nothing")]
+    lines += ["%s: %s" % (host, note) for host in changed for note in results[host].get("notes") or ()]
+    return "\n".join(lines)
+
+
+def _hosts(names: t.Sequence[str]) -> str:
+    named = sorted(names, key=natural_key)
+    return ", ".join(named) if len(named) <= 8 else "%d hosts" % len(named)

@@ -112,8 +112,11 @@ def test_life_of_a_replica(make_fleet: MakeFleet, model: pathlib.Path, tmp_path:
     for path in hosts.directory.rglob("secrets/*"):
         assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
 
+    would = run("remove_replica", "--check")
+    assert would.returncode == 0 and "would be removed from gpu-9, gpu-10." in would.stdout and hosts.marked() != [], would.stdout
     removed = run("remove_replica")
     assert removed.returncode == 0 and recap(removed.stdout, "gpu-9")["changed"] == 1
+    assert "no GPU lists memory of it, its ports can be bound, no process of it runs, no file of it is left." in removed.stdout, removed.stdout
     assert hosts.marked() == [] and hosts.supervisors() == []
     assert [path for path in tree(hosts) if "rankzero" in path] == []
     again = run("remove_replica")

@@ -267,3 +267,17 @@ def test_the_new_key_is_taken_and_the_old_one_refused(served: Served, monkeypatc
     assert requests_in_flight.check_keys(served) == {"current": 200, "previous": None, "ok": True, "reason": None}
     served.url = None
     assert requests_in_flight.check_keys(served)["reason"] == "it does not run"
+
+
+def test_a_removal_says_what_it_has_seen() -> None:
+    gone = {"changed": True, "verified": {"gpu_memory": True, "ports": True, "processes": True, "files": True}}
+    unasked = {"changed": True, "verified": {**gone["verified"], "gpu_memory": None}, "notes": ["gpu_memory: the driver does not answer"]}
+    nothing = {"changed": False}
+    said = lifecycle.removal_summary("glm", {"n10": gone, "n2": gone, "n3": nothing})
+    assert said == (
+        "Replica glm is gone from n2, n10. Seen there: no GPU lists memory of it, its ports can be bound, no process of it runs, no file of it is left."
+    )
+    partly = lifecycle.removal_summary("glm", {"n1": gone, "n2": unasked})
+    assert "no GPU lists" not in partly and partly.endswith("\nn2: gpu_memory: the driver does not answer")
+    assert lifecycle.removal_summary("glm", {"n1": nothing, "n2": nothing}) == "There is nothing of replica glm on n1, n2."
+    assert lifecycle.removal_summary("glm", {"n1": gone, "n2": nothing}, check=True) == "Replica glm would be removed from n1."
