@@ -233,7 +233,7 @@ def removal_summary(replica: str, results: t.Mapping[str, t.Any], check: bool = 
         return "Replica %s would be removed from %s." % (replica, _hosts(changed))
     verified = {host: results[host].get("verified") or {} for host in changed}
     seen = [text for name, text in _GONE if all(found.get(name) for found in verified.values())]
-    lines = ["Replica %s is gone from %s. Seen there: %s." % (replica, _hosts(changed), ", ".join(seen) or "nothing")]
+    lines = ["Replica %s is gone from %s." % (replica, _hosts(changed)), "Seen there: %s." % (", ".join(seen) or "nothing")]
     lines += ["%s: %s" % (host, note) for host in changed for note in results[host].get("notes") or ()]
     return "\n".join(lines)
 

@@ -275,7 +275,7 @@ def test_a_removal_says_what_it_has_seen() -> None:
     nothing = {"changed": False}
     said = lifecycle.removal_summary("glm", {"n10": gone, "n2": gone, "n3": nothing})
     assert said == (
-        "Replica glm is gone from n2, n10. Seen there: no GPU lists memory of it, its ports can be bound, no process of it runs, no file of it is left."
+        "Replica glm is gone from n2, n10.\nSeen there: no GPU lists memory of it, its ports can be bound, no process of it runs, no file of it is left."
     )
     partly = lifecycle.removal_summary("glm", {"n1": gone, "n2": unasked})
     assert "no GPU lists" not in partly and partly.endswith("\nn2: gpu_memory: the driver does not answer")
