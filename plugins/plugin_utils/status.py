@@ -32,7 +32,7 @@ def ranks(replica: str, seen: Seen, planned: t.Mapping[str, t.Any] | None = None
                 "rank": record.get("rank"),
                 "nodes": record.get("nodes"),
                 "host": host,
-                "stage": verdict.get("stage") or record.get("stage"),
+                "stage": _stage(verdict.get("stage"), record.get("stage")),
                 "ready": bool(verdict["ready"]) if "ready" in verdict else bool(record.get("ready")),
                 "held_mib": [gpu.get("held_mib") for gpu in gpus],
                 "expected_mib": [gpu.get("expected_mib") for gpu in gpus],
@@ -42,12 +42,24 @@ def ranks(replica: str, seen: Seen, planned: t.Mapping[str, t.Any] | None = None
                 "profile": record.get("profile"),
                 "fabric": record.get("fabric"),
                 "without_gpu_evidence": bool((verdict.get("evidence") or {}).get("judged_without_gpu") or verdict.get("judged_without_gpu")),
-                "reason": verdict.get("reason") or record.get("detail"),
+                "reason": _reason(verdict.get("reason") or record.get("detail"), _mapping(facts).get("cordoned")),
                 "seconds": _mapping(look).get("seconds"),
                 "stages": dict(_mapping(_mapping(look).get("stages"))),
             }
         )
     return sorted(found, key=lambda entry: (not isinstance(entry["rank"], int), entry["rank"] if isinstance(entry["rank"], int) else 0, entry["host"]))
+
+
+def _stage(judged: str | None, recorded: str | None) -> str | None:
+    """To a gate a shard that was stopped has failed; to an operator who drained its host it is stopped."""
+    return "stopped" if (judged, recorded) == ("failed", "stopped") else judged or recorded
+
+
+def _reason(text: t.Any, cordoned: t.Any) -> t.Any:
+    if not isinstance(cordoned, t.Mapping):
+        return text
+    told = "the host is cordoned by %s: %s" % (cordoned.get("by") or "somebody", cordoned.get("reason") or "no reason given")
+    return "%s; %s" % (text, told) if text else told
 
 
 def _mapping(value: t.Any) -> t.Mapping[str, t.Any]:
@@ -98,7 +110,8 @@ def text(replica: str, found: t.Sequence[t.Mapping[str, t.Any]], hosts: t.Sequen
         ]
         for entry in found
     ]
-    head = "Replica %s: %s%s" % (replica, "ready" if whole(found) else "NOT ready", " at %s" % endpoint if endpoint else "")
+    state = "ready" if whole(found) else "stopped" if all(entry["stage"] == "stopped" for entry in found) else "NOT ready"
+    head = "Replica %s: %s%s" % (replica, state, " at %s" % endpoint if endpoint else "")
     heads = ["rank", "host", "stage", "ready", "service", "restarts", "GPU MiB held/expected", "revision"]
     if any(entry["seconds"] is not None for entry in found):
         heads, rows = [*heads, "seconds until ready, by stage"], [[*row, _stages(entry)] for row, entry in zip(rows, found)]

@@ -348,6 +348,9 @@ def test_a_host_is_drained_and_comes_back(make_fleet: MakeFleet, model: pathlib.
     assert written["reason"] == "fan 3 is broken" and "@" in written["by"] and written["at"] and cordon.stat().st_mode & 0o777 == 0o644
     assert not (hosts.root("gpu-a") / "etc/rankzero/cordoned.json").exists()
 
+    stopped = ok(hosts.run("replica_status", extra=extra))
+    assert "Replica life: stopped" in stopped and "fan 3 is broken" in stopped and "failed  " not in stopped, stopped
+
     again = hosts.run("drain_node", extra=extra)
     assert "Stopped: life." in ok(again) and recap(again.stdout, "gpu-a")["changed"] == recap(again.stdout, "gpu-b")["changed"] == 0
     assert "cordoned by" in refused(hosts.run("deploy_replica", extra=extra)) and "Undrain the host first" in refused(hosts.run("restart_replica", extra=extra))

@@ -176,3 +176,15 @@ def test_the_summary_of_a_deploy_says_where_the_time_went_and_what_each_gpu_hold
     assert "8 x 72010/47683" in lines[2] and lines[2].endswith("142.6: starting 1.2, loading 141.4")
     assert "72010/47683, ?/47683" in lines[3] and lines[3].endswith("-")
     assert "seconds until ready" not in status.text("glm", status.ranks("glm", {"a": seen(0, [1]), "b": seen(1, [1])}), ["a", "b"])
+
+
+def test_a_drained_replica_is_stopped_and_one_that_broke_is_not() -> None:
+    def seen(rank: int, recorded: str, **facts_too: Any) -> tuple[Any, Any]:
+        record = {"rank": rank, "nodes": 2, "stage": recorded, "ready": False, "revision": "r1", "unit": {"active": False}}
+        return {"shards": {"glm": record}, **facts_too}, {"verdict": {"ready": False, "stage": "failed", "evidence": {}, "reason": "the shard was stopped"}}
+
+    cordoned = {"by": "ann@control", "reason": "fan 3 is broken", "at": "today"}
+    text = status.text("glm", status.ranks("glm", {"a": seen(0, "stopped"), "b": seen(1, "stopped", cordoned=cordoned)}), ["a", "b"])
+    assert text.startswith("Replica glm: stopped\n") and "failed" not in text
+    assert "rank 1 (b): the shard was stopped; the host is cordoned by ann@control: fan 3 is broken" in text
+    assert status.text("glm", status.ranks("glm", {"a": seen(0, "stopped"), "b": seen(1, "failed")}), ["a", "b"]).startswith("Replica glm: NOT ready\n")
