@@ -10,7 +10,14 @@ import typing as t
 from ansible_collections.rankzero.inference.plugins.plugin_utils import failures, hostvars, lifecycle
 
 
-def failure_summary(hosts: t.Sequence[str], variables: t.Any, plan: t.Mapping[str, t.Any], done: str = "deployed") -> str:
+def failure_summary(hosts: t.Sequence[str], variables: t.Any, plan: t.Mapping[str, t.Any], done: str = "deployed", host: str | None = None) -> str:
+    """The report as `host` says it: in full on the first host that is still in the play, in one line on the others."""
+    text = _whole_summary(hosts, variables, plan, done)
+    teller = next((name for name, result in _registered(hosts, variables, "__replica_unlocked").items() if result), host)
+    return text if host is None or str(host) == teller else "%s The report is at %s." % (text.split("\n", 1)[0], teller)
+
+
+def _whole_summary(hosts: t.Sequence[str], variables: t.Any, plan: t.Mapping[str, t.Any], done: str) -> str:
     ranks = {str(host): int(shard["rank"]) for host, shard in plan["shards"].items()}
     back = hostvars.plain(plan["way_back"])
     restored, proved = _registered(hosts, variables, "__replica_restored"), _registered(hosts, variables, "__replica_proved")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ansible_collections.rankzero.inference.plugins.filter import failures as failures_filter
 from ansible_collections.rankzero.inference.plugins.plugin_utils import environment_text, failures, node_report, status
 
 
@@ -188,3 +189,13 @@ def test_a_drained_replica_is_stopped_and_one_that_broke_is_not() -> None:
     assert text.startswith("Replica glm: stopped\n") and "failed" not in text
     assert "rank 1 (b): the shard was stopped; the host is cordoned by ann@control: fan 3 is broken" in text
     assert status.text("glm", status.ranks("glm", {"a": seen(0, "stopped"), "b": seen(1, "failed")}), ["a", "b"]).startswith("Replica glm: NOT ready\n")
+
+
+def test_one_host_tells_the_report_and_the_others_where_it_is() -> None:
+    failed = {"verdict": {"reason": "it ended", "cause": "A GPU ran out of memory."}, "failed": True}
+    unlocked = {"__replica_unlocked": {"changed": True}}
+    variables = {"a": {}, "b": {"ansible_failed_result": failed, **unlocked}, "c": unlocked}
+    plan = {"replica": "glm", "shards": {host: {"rank": rank} for rank, host in enumerate("abc")}, "way_back": {"revision": None, "hosts": {}}}
+    told = {host: failures_filter.failure_summary(["a", "b", "c"], variables, plan, "deployed", host) for host in "bc"}
+    assert told["b"] == failures_filter.failure_summary(["a", "b", "c"], variables, plan) and len(told["b"].splitlines()) > 1
+    assert told["c"] == told["b"].splitlines()[0] + " The report is at b.", "host a could not be reached"
