@@ -1,9 +1,10 @@
 # Copyright (c) 2026 The rankzero.inference authors
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""What the plan costs with many hosts: the rules alone, and plan_replica.yml from recorded facts. No host is contacted.
+"""What the plan costs with many hosts: the rules alone, and plan_replica.yml from recorded facts, which contacts no host. And what a deploy of as many
+ranks costs: deploy_replica.yml --check, whose one call for each rank (module shard) runs on this machine.
 
-    .venv/bin/python tests/bench/plan_scale.py [--hosts 200,400,1000] [--playbook 200,1000] [--profile N]
+    .venv/bin/python tests/bench/plan_scale.py [--hosts 200,400,1000] [--playbook 200,1000] [--deploy 200,1000] [--profile N]
 
 Each host has 8 GPUs and 10 HCAs (8 of one fabric, 2 of storage), as an HGX node has. Times are CPU seconds of the user's, so that a busy machine
 changes them little; what to compare between machines is the ratio time(2n)/time(n): 2 is linear. `--profile N` shows where the time of the
@@ -24,6 +25,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+import time
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
@@ -218,33 +220,53 @@ def measure_rules(counts: list[int]) -> None:
 
 def measure_playbook(counts: list[int]) -> None:
     """plan_replica.yml over an inventory whose hosts carry their facts; a host that was contacted would fail: its ssh is /bin/false."""
-    print(f"\n{'plan_replica.yml, recorded facts':<34}{'hosts':>7}{'user s':>9}{'ratio':>8}{'ms/host':>9}{'peak MiB':>10}{'inventory MiB':>15}")
-    for title, nodes_of in (("2 ranks from a pool of n", lambda _count: 2), ("n ranks", lambda count: count)):
+    _measure(
+        "plan_replica.yml, recorded facts",
+        ["plan_replica.yml"],
+        counts,
+        {"2 ranks from a pool of n": lambda _count: 2, "n ranks": lambda count: count},
+        lambda _number: {"ansible_ssh_executable": "/bin/false"},
+    )
+
+
+def measure_deploy(counts: list[int]) -> None:
+    """deploy_replica.yml in check mode: plan, rendering, comparison, and one call for each rank, all but the gate of a real one. Hosts are this machine."""
+    local = {"ansible_connection": "local", "ansible_python_interpreter": sys.executable, "replica_become": False}
+    _measure(
+        "deploy_replica.yml --check",
+        ["deploy_replica.yml", "--check", "-f", "10"],
+        counts,
+        {"n ranks": lambda count: count},
+        lambda number: {**local, "replica_root": f"/nonexistent/n{number}"},
+    )
+
+
+def _measure(
+    heading: str,
+    words: list[str],
+    counts: list[int],
+    shapes: dict[str, Callable[[int], int]],
+    variables: Callable[[int], dict[str, Any]],
+) -> None:
+    print(f"\n{heading:<34}{'hosts':>7}{'user s':>9}{'ratio':>8}{'ms/host':>9}{'s':>8}{'peak MiB':>10}{'inventory MiB':>15}")
+    for title, nodes_of in shapes.items():
         last: tuple[int, float] | None = None
         for count in counts:
             with tempfile.TemporaryDirectory() as folder:
                 inventory = pathlib.Path(folder) / "inventory.json"
-                hosts = {f"n{number}": {"inference_node": host_facts(number), "ansible_ssh_executable": "/bin/false"} for number in range(1, count + 1)}
-                inventory.write_text(
-                    json.dumps({"all": {"children": {"replica_glm": {"hosts": hosts, "vars": {"replica_profile": profile(nodes_of(count)), **OPTIONS}}}}}),
-                    encoding="utf-8",
-                )
-                command = [
-                    str(pathlib.Path(sys.executable).parent / "ansible-playbook"),
-                    "-i",
-                    str(inventory),
-                    str(ROOT / "playbooks/plan_replica.yml"),
-                    "-e",
-                    "replica_name=glm",
-                    "-e",
-                    "replica_gather=false",
-                ]
+                hosts = {f"n{number}": {"inference_node": host_facts(number), **variables(number)} for number in range(1, count + 1)}
+                group = {"hosts": hosts, "vars": {"replica_profile": profile(nodes_of(count)), **OPTIONS}}
+                inventory.write_text(json.dumps({"all": {"children": {"replica_glm": group}}}), encoding="utf-8")
+                program, playbook = str(pathlib.Path(sys.executable).parent / "ansible-playbook"), str(ROOT / "playbooks" / words[0])
+                command = [program, "-i", str(inventory), playbook, "-e", "replica_name=glm", "-e", "replica_gather=false", *words[1:]]
+                began = time.monotonic()
                 seconds, peak, code = _child(command)
                 if code:
                     raise SystemExit("the playbook failed")
                 ratio = f"{2 ** (math.log2(seconds / last[1]) / math.log2(count / last[0])):.2f}" if last else "-"
                 print(
-                    f"{title:<34}{count:>7}{seconds:>9.2f}{ratio:>8}{1000 * seconds / count:>9.2f}{peak:>10.1f}{inventory.stat().st_size / 2**20:>15.1f}",
+                    f"{title:<34}{count:>7}{seconds:>9.2f}{ratio:>8}{1000 * seconds / count:>9.2f}{time.monotonic() - began:>8.1f}{peak:>10.1f}"
+                    f"{inventory.stat().st_size / 2**20:>15.1f}",
                     flush=True,
                 )
                 last = (count, seconds)
@@ -274,14 +296,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="What the plan costs with many hosts.")
     parser.add_argument("--hosts", default="200,400,1000", help="numbers of hosts for build_plan")
     parser.add_argument("--playbook", default="200,1000", help="numbers of hosts for plan_replica.yml; empty: none")
+    parser.add_argument("--deploy", default="", help="numbers of ranks for deploy_replica.yml --check; empty: none")
     parser.add_argument("--profile", type=int, help="only show where the time of build_plan goes for that many ranks")
     options = parser.parse_args()
     if options.profile:
         show_profile(options.profile)
         return
-    measure_rules([int(count) for count in options.hosts.split(",")])
-    if options.playbook:
-        measure_playbook([int(count) for count in options.playbook.split(",")])
+    for measure_them, counts in ((measure_rules, options.hosts), (measure_playbook, options.playbook), (measure_deploy, options.deploy)):
+        if counts:
+            measure_them([int(count) for count in counts.split(",")])
 
 
 if __name__ == "__main__":
