@@ -341,8 +341,9 @@ def test_down_removes_only_what_is_the_labs(three: Lab, another: Callable[[str],
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_lab_goes_with_the_command_that_made_it(lab: Lab, another: Callable[[str], Lab], ending: signal.Signals) -> None:
     one = another("d")
+    # A shell lets its background commands ignore SIGINT, and what they start does, too.
     with subprocess.Popen(
-        [str(LAB_SH), "run", "sh", "-c", f"{LAB_SH} up n1; (sleep 99 &); echo up; exec sleep 98"],
+        ["env", "--default-signal=INT", str(LAB_SH), "run", "sh", "-c", f"{LAB_SH} up n1; (sleep 99 &); echo up; exec sleep 98"],
         env=one.environment,
         stdout=subprocess.PIPE,
         start_new_session=True,

@@ -33,10 +33,11 @@ SQUATTER = """import os, socket, time
 open("/run/squatter", "w").close()
 while not os.path.exists("/run/rankzero/lab.lock"): time.sleep(0.002)
 one = socket.socket()
+one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier test may be in TIME_WAIT
 while one.fileno() >= 0:
-    try: one.bind(("0.0.0.0", 8000)); break
+    try: one.bind(("0.0.0.0", 8000)); one.listen(); break
     except OSError: time.sleep(0.001)  # somebody is just trying whether it is free
-one.listen(); time.sleep(900)"""
+time.sleep(900)"""
 
 
 @pytest.fixture(scope="module")
