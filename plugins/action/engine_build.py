@@ -52,6 +52,7 @@ class ActionModule(ActionBase):
             "programs": list(adapter.programs),
             "optional_programs": list(adapter.optional_programs),
             "version_args": list(adapter.version_args),
+            "without_device": adapter.without_device,
             "devices_args": list(adapter.devices_args) or None,
             "python": adapter.is_python,
         }
@@ -107,6 +108,6 @@ class ActionModule(ActionBase):
         seen = (
             "is not asked for devices"
             if devices is None
-            else "sees %s" % (", ".join("%s %s" % (device["name"], device["description"]) for device in devices) or "no devices: CPU only")
+            else "sees %s" % (", ".join("%s %s" % (device["name"], device["description"]) for device in devices) or "no devices on this host")
         )
         return "[%s] %s build %s: version %s, fingerprint %s, %s" % (host, build["engine"], build["name"], build["version"], build["fingerprint"], seen)

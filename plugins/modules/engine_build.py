@@ -268,7 +268,7 @@ ARGUMENTS: t.Dict[str, t.Any] = {
     "state": {"type": "str", "choices": ["present", "absent"], "default": "present"},
     "rollbacks": {"type": "bool", "default": True},
     "replica_root": {"type": "path", "default": "/"},
-    # programs, optional_programs, version_args, devices_args, python; archive: where the controller has put it, needs_transfer: it can
+    # programs, optional_programs, version_args, devices_args, python, without_device; archive: where the controller has put it, needs_transfer: it can
     "adapter": {"type": "dict", "default": {}},
 }
 
@@ -365,13 +365,13 @@ class Build:
         env = {str(name): str(value) for name, value in self.params["env"].items()}
         programs = engine_probe.find_programs(path, adapter["programs"], adapter["optional_programs"])
         main_program = programs[adapter["programs"][0]]
-        version = engine_probe.version(run, main_program, adapter["version_args"], env)
         container = engine_installs.container_of(main_program)
         python = None
         if adapter.get("python"):
             python = os.path.join(os.path.dirname(main_program), "python") if container else engine_probe.python_of(main_program)
         packages = engine_probe.python_packages(run, python, env) if python else None
         gpus = nvidia.read()
+        version = self._version(main_program, env, packages, gpus)
         asked = {**env, "NVIDIA_VISIBLE_DEVICES": "all"} if container and gpus["gpus"] else env  # a container is given the devices that it is to see
         devices = None
         if adapter["devices_args"]:
@@ -401,6 +401,21 @@ class Build:
             "install": {"method": self.install["method"]} if self.install else None,
             "container": container,
         }
+
+    def _version(self, program: str, env: t.Mapping[str, str], packages: t.Optional[t.Mapping[str, t.Any]], seen: t.Mapping[str, t.Any]) -> str:
+        """As the program says it; as its package does, where the program does not start because the host has no GPU: images of hosts are made on such."""
+        try:
+            return engine_probe.version(self.module.run_command, program, self.adapter["version_args"], env)
+        except engine_probe.ProbeError as error:
+            if not self.adapter.get("without_device") or self.adapter["without_device"] not in str(error):
+                raise
+            package = ((packages or {}).get("packages") or {}).get(self.engine)
+            told = seen["drivers_nvidia"].get("message")
+            if package and not seen["gpus"] and seen["drivers_nvidia"].get("state") == "no_gpu":
+                return str(package[0])
+            raise engine_probe.ProbeError(
+                "%s. It finds no device%s" % (error, "; the driver: %s" % told if told else ", though the driver shows GPUs: is it a build for this driver?")
+            ) from None
 
     def _check_devices(self, devices: t.Optional[t.List[t.Dict[str, t.Any]]], seen: t.Mapping[str, t.Any]) -> None:
         if devices is None or not self.params["all_gpus"]:

@@ -130,6 +130,24 @@ def test_a_virtual_environment_of_wheels(make_fleet: MakeFleet, tmp_path: pathli
     run(hosts, "install_engine", changed=0, **extra)
 
 
+DEVICELESS = """
+def main():
+    print("INFO: no platform detected", "RuntimeError: Failed to infer device type, please set VLLM_LOGGING_LEVEL=DEBUG", sep="\\n", file=sys.stderr)
+    return 1
+"""
+
+
+def test_vllm_is_installed_where_there_is_no_gpu_to_start_it_on(make_fleet: MakeFleet, tmp_path: pathlib.Path) -> None:
+    """As vllm 0.33.0 does it on a host that an image is made on. Where there are GPUs and it finds none, that is a fault."""
+    folder = wheels.make(tmp_path / "wheels", "vllm", "0.33.0", "vllm", more=DEVICELESS)
+    extra = installs("venv", "vllm", "v0.33.0", engine_wheels=str(folder), engine_requirements=["vllm==0.33.0"])
+    without, with_gpus = make_fleet(["node-a"]), make_fleet(["node-a"], gpus=1)
+    assert "version 0.33.0" in run(without, "install_engine", changed=1, **extra)
+    assert (record(without, "vllm-v0.33.0")["version"], record(without, "vllm-v0.33.0")["devices"]) == ("0.33.0", None)
+    told = run(with_gpus, "install_engine", fails=True, **extra)
+    assert "It finds no device, though the driver shows GPUs" in told and not (with_gpus.root("node-a") / "etc/rankzero/engines.d").exists(), told
+
+
 def test_a_build_in_use_stays(make_fleet: MakeFleet, model: pathlib.Path, llama: pathlib.Path, tmp_path: pathlib.Path) -> None:  # noqa: F811
     """The real build, installed from an archive, serving; and what of it may go when."""
     hosts = make_fleet(["node-a"])

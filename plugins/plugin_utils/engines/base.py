@@ -86,6 +86,7 @@ class Engine:
     programs: tuple[str, ...] = ()  # of a build; the first is the one that serves, and that is asked for version and devices
     optional_programs: tuple[str, ...] = ()
     version_args: tuple[str, ...] = ("--version",)
+    without_device = ""  # what the program ends with, version_args or not, on a host where it finds no device
     devices_args: tuple[str, ...] = ()  # that make the main program list its devices, one a line
     is_python = False  # its programs are Python's: a build is then known by its packages, and its PyTorch is asked for devices
     falls_back_to_cpu = False  # serves from the CPU, healthily, when its GPU backend does not load

@@ -155,6 +155,7 @@ class Adapter(Engine):
     in_flight_metrics = ("vllm:num_requests_running", "vllm:num_requests_waiting")
     programs = ("vllm",)
     is_python = True
+    without_device = "Failed to infer device type"  # vLLM 0.33.0, vllm --version
     optional_programs = ("ray",)
     warmup_503 = False  # connections are refused until it serves; a 503 is a dead engine
     data_parallel = True
