@@ -64,6 +64,7 @@ class Hosts:
 
     def ours(self, playbook: str, *options: str, **variables: Any) -> list[str]:
         request = {"replica_name": "lab", "replica_hosts": "n1:n2", "replica_management": "10.77.0.0/24", "replica_fabric": "none", **variables}
+        request.setdefault("diagnosis_dir", str(self.lab.directory / "diagnosis"))
         return self.command(str(ROOT / "playbooks" / f"{playbook}.yml"), *options, **request)
 
     def run(self, command: list[str], code: int = 0) -> str:

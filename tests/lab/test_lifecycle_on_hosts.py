@@ -55,7 +55,7 @@ def lab() -> Iterator[Lab]:
 
 def deploy(lab: Lab, number: int, *args: str, settings: dict[str, str] | None = None, **variables: Any) -> Any:
     profile = {**SIMULATED, "args": [*SIMULATED["args"], "--max-model-len", str(number), *args]}  # type: ignore[misc]
-    return play(lab, "deploy_replica", PATTERN, settings=settings, replica_profile=profile, diagnosis_dir=str(lab.directory / "diagnosis"), **variables)
+    return play(lab, "deploy_replica", PATTERN, settings=settings, replica_profile=profile, **variables)
 
 
 def flat(text: str) -> str:

@@ -88,13 +88,14 @@ def play(
     lab: Lab, playbook: str, pattern: str, *options: str, timeout: float = 300, settings: Mapping[str, str] | None = None, **variables: Any
 ) -> subprocess.CompletedProcess[str]:
     """Run a playbook of the collection from where the hosts can be reached. `settings`: further environment variables."""
+    common = {"replica_name": "lab", "replica_hosts": pattern, "replica_management": "10.77.0.0/24", "diagnosis_dir": str(lab.directory / "diagnosis")}
     command = [
         str(pathlib.Path(sys.executable).parent / "ansible-playbook"),
         "-i",
         str(lab.inventory),
         str(ROOT / "playbooks" / f"{playbook}.yml"),
         "-e",
-        json.dumps({"replica_name": "lab", "replica_hosts": pattern, "replica_management": "10.77.0.0/24", **variables}),
+        json.dumps({**common, **variables}),
         *options,
     ]
     return lab.run(
