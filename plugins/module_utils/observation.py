@@ -36,6 +36,8 @@ RunCommand = Callable[..., "tuple[int, str, str]"]
 
 PERIOD_SECONDS = 0.5
 PATIENCE_SECONDS = 2.0
+LOG_SECONDS = 2.0
+"""How long the end of a log is waited for; one that cannot be read, or was turned over, never has it."""
 """A service that was just started may need this long until its state.json is there."""
 
 HEALTH_SECONDS = 10.0
@@ -47,7 +49,6 @@ LOG_READ_LINES = 2000
 _HOMES = ("HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME")
 
 _ENVIRONMENT_LINE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)='((?:[^']|'\\'')*)'")
-_RUN_START = re.compile(r"run_shard: \S+ rank \d+ of \d+, fingerprint \S+, run \S+")
 
 
 class Watch(NamedTuple):
@@ -102,7 +103,7 @@ class Observer:
         restarted = bool(verdict["evidence"]["restarts"]) or "stay up" in verdict["reason"]
         held = [gpu["held_mib"] for gpu in verdict["evidence"]["gpus"]]
         devices = self._devices(observation["launch"]) if held and not any(held) else None
-        return {**observation, "log": self._log(2 if restarted else 1), "devices": devices}
+        return {**observation, "log": self._whole_log(2 if restarted else 1, observation["state"] or {}), "devices": devices}
 
     # -- the service
 
@@ -285,10 +286,21 @@ class Observer:
 
     # -- what explains a failure
 
+    def _whole_log(self, runs: int, state: Mapping[str, Any]) -> list[str]:
+        """The log with the last words of what has ended, as far as they come in time: they tell the cause."""
+        launches = state.get("launches")
+        ended = any(isinstance(entry, Mapping) and entry.get("exit") for entry in (launches if isinstance(launches, list) else ()))
+        deadline = time.monotonic() + LOG_SECONDS
+        while True:
+            lines = self._log(runs)
+            if not state.get("run_id") or shard_log.is_complete(lines, str(state["run_id"]), ended) or time.monotonic() > deadline:
+                return lines
+            time.sleep(0.1)
+
     def _log(self, runs: int) -> list[str]:
         """The log of the last `runs` runs: an earlier deployment's lines must not be taken for the cause of this one's failure."""
         lines = shard_log.read(self.places, self._run_command, LOG_READ_LINES, self.secrets)
-        starts = [number for number, line in enumerate(lines) if _RUN_START.search(line)]
+        starts = [number for number, line in enumerate(lines) if shard_log.RUN_START.search(line)]
         return lines[starts[-min(runs, len(starts))] :] if starts else lines
 
     def _devices(self, launch: Mapping[str, Any]) -> dict[str, Any] | None:

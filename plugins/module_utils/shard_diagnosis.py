@@ -34,7 +34,6 @@ _KERNEL = re.compile(
     re.IGNORECASE,
 )
 _STAMP = re.compile(r"^(?:<\d+>)?\[ *(\d+\.\d+)\] ?")
-_RUN_START = re.compile(r"run_shard: \S+ rank \d+ of \d+, fingerprint \S+, run \S+")
 
 
 def read(replica: str, root: str, proc_root: str, run_command: RunCommand, lines: int = LOG_LINES, key: str | None = None) -> dict[str, Any]:
@@ -87,7 +86,7 @@ def look(observer: observation.Observer) -> tuple[dict[str, Any], dict[str, Any]
 
 def recent(log: list[str], state: Mapping[str, Any] | None) -> list[str]:
     """The lines of the present run and of those that ended before it: what an earlier deployment wrote is no cause of this one's trouble."""
-    starts = [number for number, line in enumerate(log) if _RUN_START.search(line)]
+    starts = [number for number, line in enumerate(log) if shard_log.RUN_START.search(line)]
     ended = [count for count in ((state or {}).get("failures"), (state or {}).get("restarts")) if isinstance(count, int)]
     runs = 1 + min(2, max([*ended, 1 if (state or {}).get("last_end") else 0]))
     return log[starts[-min(runs, len(starts))] :] if starts else log

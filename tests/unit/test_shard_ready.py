@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import http.server
 import importlib.util
+import itertools
 import json
 import os
 import pathlib
@@ -27,7 +28,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ansible_collections.rankzero.inference.plugins.module_utils import observation
+from ansible_collections.rankzero.inference.plugins.module_utils import observation, shard_log
 
 pytestmark = pytest.mark.slow
 
@@ -50,6 +51,10 @@ def fake_nvml() -> pathlib.Path:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return pathlib.Path(module.build(BUILD.parent / "build"))
+
+
+# Ports are the same on every host; tests that run side by side, here or in another checkout, have hosts of their own.
+ADDRESSES = (f"127.{1 + os.getpid() // 250 % 250}.{1 + os.getpid() % 250}.{number}" for number in itertools.count(1))
 
 
 class Site:
@@ -89,7 +94,7 @@ class Site:
         **ready: Any,
     ) -> dict[str, Any]:
         """Write a revision on a host and start it."""
-        root, address = self.folder / host, f"127.0.{len(self.hosts) + 20}.1"
+        root, address = self.folder / host, next(ADDRESSES)
         revision = root / "etc/rankzero" / replica / "revisions" / "f00d"
         (revision / "secrets").mkdir(parents=True)
         (revision.parent.parent / "current").symlink_to("revisions/f00d")
@@ -507,6 +512,42 @@ def test_what_systemd_says(site: Site, shown: tuple[Any, ...], stage: str, part:
     assert "CUDA out of memory" not in verdict["log_lines"]
     if "stay up" in part:
         assert "uses a port" in verdict["cause"]
+
+
+def test_last_words_that_come_late_are_waited_for(site: Site) -> None:
+    """journald and supervisord read them from a pipe, after the state says that the engine has ended."""
+    known = site.shard("gpu-a", "glm", [], start=False)
+    log = known["root"] / "var/log/rankzero/glm/shard.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("run_shard: glm rank 0 of 1, fingerprint f00d, run 1\nrun_shard: stopping: engine engine ended with exit code 1\n")
+    state = {
+        "schema": 1,
+        "replica": "glm",
+        "rank": 0,
+        "fingerprint": "f00d",
+        "run_id": "2",
+        "stage": "failed",
+        "detail": "engine engine ended with exit code 1",
+    }
+    ended = {"name": "engine", "pid": 7, "exit": {"code": 1, "signal": None}}
+    (known["root"] / "run/rankzero/glm").mkdir(parents=True)
+    (known["root"] / "run/rankzero/glm/state.json").write_text(json.dumps({**state, "launches": [ended]}))
+
+    def write_late() -> None:
+        time.sleep(0.4)
+        with log.open("a") as stream:
+            stream.write("run_shard: glm rank 0 of 1, fingerprint f00d, run 2\n")
+            stream.flush()
+            time.sleep(0.4)
+            stream.write("torch.OutOfMemoryError: CUDA out of memory.\nrun_shard: stopping: engine engine ended with exit code 1\n")
+
+    writer = threading.Thread(target=write_late)
+    writer.start()
+    observer = observation.Observer("glm", str(known["root"]), "/proc", lambda *_words, **_more: (1, "", ""))
+    _seen, verdict = observation.watch(observer, observation.Watch(hold_seconds=0))
+    writer.join()
+    assert verdict["failed"] and "out of memory" in verdict["cause"], verdict
+    assert shard_log.is_complete(log.read_text().splitlines(), "2", True) and not shard_log.is_complete(log.read_text().splitlines(), "3", False)
 
 
 def test_arguments_agree_between_module_and_action() -> None:
