@@ -21,6 +21,8 @@ def _whole_summary(hosts: t.Sequence[str], variables: t.Any, plan: t.Mapping[str
     ranks = {str(host): int(shard["rank"]) for host, shard in plan["shards"].items()}
     back = hostvars.plain(plan["way_back"])
     restored, proved = _registered(hosts, variables, "__replica_restored"), _registered(hosts, variables, "__replica_proved")
+    seen_last = _registered(hosts, variables, "__replica_unlocked") if done == "restarted" else restored  # a restart has no way back
+    lost = {host for host, result in _as_registered(hosts, variables, "__replica_proved").items() if result.get("unreachable")}
     return failures.summary(
         str(plan["replica"]),
         _failures(hosts, variables),
@@ -30,7 +32,7 @@ def _whole_summary(hosts: t.Sequence[str], variables: t.Any, plan: t.Mapping[str
         str(done),
         any(result.get("changed") for result in restored.values()),
         {host: result for found in (proved, restored) for host, result in found.items() if result.get("failed")},
-        [] if done == "restarted" else sorted(host for host, result in restored.items() if not result and host in {*ranks, *back["hosts"]}),
+        sorted(host for host, result in seen_last.items() if (not result or host in lost) and host in {*ranks, *back["hosts"]}),
         any(result.get("ready") for result in proved.values()),
     )
 
@@ -56,8 +58,12 @@ def _failures(hosts: t.Sequence[str], variables: t.Any) -> dict[str, t.Any]:
 
 
 def _registered(hosts: t.Sequence[str], variables: t.Any, name: str) -> dict[str, t.Any]:
-    """host -> what a task registered there; empty where it was not run: a host that cannot be reached does not come into a rescue. (ansible_play_hosts does
-    not tell: any_errors_fatal takes all hosts out of that.)"""
+    """host -> what a task registered there; empty where it was not run: a host that cannot be reached does not come into a rescue, or is lost at the task,
+    and then Ansible registers that. (ansible_play_hosts does not tell: any_errors_fatal takes all hosts out of that.)"""
+    return {host: {} if result.get("unreachable") else result for host, result in _as_registered(hosts, variables, name).items()}
+
+
+def _as_registered(hosts: t.Sequence[str], variables: t.Any, name: str) -> dict[str, t.Any]:
     return {str(host): hostvars.plain(variables[host].get(name) or {}) for host in hosts}
 
 

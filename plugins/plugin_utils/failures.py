@@ -37,7 +37,7 @@ def summary(
     culprits.sort(key=lambda item: (not _cause(item[1]), DOES_NOT_STAY_UP in _why(item[1]), ranks.get(item[0], 1 << 30), item[0]))
     after = sorted((undoing or {}).items(), key=lambda item: (bool(item[1].get("gave_up")), ranks.get(item[0], 1 << 30), item[0]))
     state = _left(failures, restored, done, moved)
-    if not was_locked(failures.values()) and (after or unreachable):
+    if done != "restarted" and not was_locked(failures.values()) and (after or unreachable):
         state = _half_left(restored, [failure for _host, failure in after], proven)
     lines = ["Replica %s was not %s. %s" % (replica, done, state)]
     lines += ["  %s: %s" % (_who(host, ranks), _why(failure)) for host, failure in culprits]

@@ -199,3 +199,9 @@ def test_one_host_tells_the_report_and_the_others_where_it_is() -> None:
     told = {host: failures_filter.failure_summary(["a", "b", "c"], variables, plan, "deployed", host) for host in "bc"}
     assert told["b"] == failures_filter.failure_summary(["a", "b", "c"], variables, plan) and len(told["b"].splitlines()) > 1
     assert told["c"] == told["b"].splitlines()[0] + " The report is at b.", "host a could not be reached"
+    lost = {"unreachable": True, "msg": "timeout"}
+    variables["b"]["__replica_unlocked"] = lost
+    assert len(failures_filter.failure_summary(["a", "b", "c"], variables, plan, "deployed", "c").splitlines()) > 1, "b was lost before it could tell"
+    variables["c"] = {"__replica_restored": lost, "__replica_unlocked": {"changed": True}}
+    assert "c): it cannot be reached" in failures_filter.failure_summary(["a", "b", "c"], variables, plan, "deployed")
+    assert not failures_filter.are_back(["c"], variables, {"hosts": {"c": 0}}), "it was lost when it was to be restored"
