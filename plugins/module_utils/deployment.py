@@ -13,7 +13,7 @@ import signal
 import time
 import typing as t
 
-from ansible_collections.rankzero.inference.plugins.module_utils import service_managers, shard_log, shard_places, teardown, traces
+from ansible_collections.rankzero.inference.plugins.module_utils import mounts, service_managers, shard_log, shard_places, teardown, traces
 from ansible_collections.rankzero.inference.plugins.module_utils.revisions import SECRETS, Owner, Revisions, replace_file
 from ansible_collections.rankzero.inference.plugins.module_utils.service_managers import Manager, RunCommand, ServiceError, Supervisor, Systemd
 
@@ -175,10 +175,10 @@ class Deployment:
         """
         if not traces.is_name(self.replica):
             raise DeploymentError("%r is no name of a replica, so nothing was removed" % self.replica)
-        mounts = teardown.mounts_below(self.revisions.present())
-        if mounts:
+        mounted = mounts.below(self.revisions.present())
+        if mounted:
             raise DeploymentError(
-                "%s is a mount point below the replica's directories, so nothing was stopped or removed: unmount it first" % ", ".join(mounts)
+                "%s is a mount point below the replica's directories, so nothing was stopped or removed: unmount it first" % ", ".join(mounted)
             )
         before = teardown.look(self.revisions)
         self._end_service()

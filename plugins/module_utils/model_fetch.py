@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from ansible_collections.rankzero.inference.plugins.module_utils import archives, downloads, models, small_files
+from ansible_collections.rankzero.inference.plugins.module_utils import archives, downloads, models, mounts, small_files
 
 RunCommand = Callable[..., "tuple[int, str, str]"]
 REPOSITORY = re.compile(r"hf://([A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95})\Z")
@@ -144,8 +144,7 @@ def check_removal(path: str, sha256: str | None, root: str) -> bool:
     if os.path.islink(path):
         raise FetchError("it is a link, and no fetch makes one: remove it by hand")
     if os.path.isdir(path):
-        if models.read_note(path) is None:
-            raise FetchError("it has no note of a fetch (%s), so it is somebody else's: remove it by hand" % models.NOTE)
+        _check_directory(path)
     elif not os.path.isfile(path) or sha256 is None or models.sha256(path) != sha256:
         raise FetchError("a file has no note of where it came from: it is removed where sha256 names its content, and by hand otherwise")
     replicas = users(root, path)
@@ -154,11 +153,30 @@ def check_removal(path: str, sha256: str | None, root: str) -> bool:
     return True
 
 
-def remove(path: str) -> None:
+def _check_directory(path: str) -> None:
+    """It has the note of a fetch, and nothing in it is the content of another fetch or of another file system. Raises FetchError."""
+    mounted = mounts.below([os.path.realpath(path)])
+    if mounted:
+        raise FetchError("%s is mounted there: unmount it first" % small_files.clean(mounted[0]))
+    if models.read_note(path) is None:
+        raise FetchError("it has no note of a fetch (%s), so it is somebody else's: remove it by hand" % models.NOTE)
+    for folder, folders, names in os.walk(path):
+        if folder != path and models.NOTE in names:
+            raise FetchError("%s in it was fetched for itself: remove that first" % small_files.clean(os.path.relpath(folder, path)))
+        folders[:] = [name for name in folders if not os.path.islink(os.path.join(folder, name))]
+
+
+def remove(path: str, sha256: str | None, root: str) -> None:
     """Remove the content and what a broken fetch has left. The path loses its name first: nobody sees half a directory. Raises FetchError and OSError."""
     with _unfinished(_work_directory(path)) as work:
-        if os.path.lexists(path):
-            os.rename(path, os.path.join(work, "removed"))
+        removed = os.path.join(work, "removed")
+        try:
+            if os.path.lexists(path) and check_removal(path, sha256, root):  # another run may have fetched it while this one waited
+                os.rename(path, removed)
+        except (FetchError, OSError):
+            if not os.listdir(work):
+                os.rmdir(work)
+            raise
         shutil.rmtree(work)
 
 
@@ -171,16 +189,67 @@ def sweep(path: str) -> None:
 
 
 def users(root: str, path: str) -> list[str]:
-    """Replicas on the host one of whose kept revisions names the path or something below it: C(NAME)."""
+    """Replicas on the host one of whose kept revisions names the path, something below it, or the model that it is a part of: C(NAME).
+
+    The same place may be named in another way, through a link or with C(//). Raises FetchError where a revision cannot be read: it may name it too.
+    """
     base = os.path.join(root, "etc/rankzero")
-    named = re.compile(re.escape(path) + r"(?![\w.-])")
+    return [replica for replica in _listed(base) if any(_names(text, path) for text in _texts(_launches(os.path.join(base, replica, "revisions"))))]
+
+
+def _launches(revisions: str) -> list[Any]:
     found = []
-    for replica in small_files.names(base):
-        revisions = os.path.join(base, replica, "revisions")
-        launches = [small_files.read_json(os.path.join(revisions, name, "launch.json"), 4 << 20)[0] for name in small_files.names(revisions)]
-        if any(named.search(text) for launch in launches for text in _texts(launch)):
-            found.append(replica)
+    for name in _listed(revisions):
+        launch = os.path.join(revisions, name, "launch.json")
+        if not name.startswith(".") and os.path.lexists(launch):
+            content, problem = small_files.read_json(launch, 16 << 20)
+            if content is None:
+                raise FetchError("what uses it cannot be told: %s" % problem)
+            found.append(content)
     return found
+
+
+def _listed(folder: str) -> list[str]:
+    """Names in a directory; none where it is not there. Raises FetchError where they cannot be told."""
+    try:
+        return sorted(os.listdir(folder), key=small_files.natural_key)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise FetchError("what uses it cannot be told: %s" % small_files.reason(folder, error)) from error
+
+
+LONGEST_ARGUMENT = 4096
+
+
+def _names(text: str, path: str) -> bool:
+    """Whether an argument names the path: somewhere as it is written, or in other words alone, as C(NAME=PATH) or in a JSON text."""
+    place = os.path.realpath(path)
+    if any(re.search(re.escape(one) + r"(?![\w.-])", text) for one in {path, place}):
+        return True
+    with contextlib.suppress(ValueError, RecursionError):
+        if text[:1] in ("{", "["):
+            return any(_names(one, path) for one in _texts(json.loads(text)))
+    if "/" not in text or "\0" in text or len(text) > LONGEST_ARGUMENT:
+        return False
+    starts = [match.start() for match in re.finditer(r"(?<![^=,:])/", text)]
+    ends = [match.start() for match in re.finditer(r"[,:]", text)] + [len(text)]
+    return any(_overlap(os.path.realpath(text[start:end]), place) for start in starts for end in ends if end > start)
+
+
+def _overlap(named: str, place: str) -> bool:
+    """One is the other, is below it, or is a part of the model: of one in several GGUF files the first is named, and means all."""
+    if named == place or named.startswith(place + os.sep):
+        return True
+    parts = [models.GGUF_SPLIT.match(one) for one in (named, place)]
+    if parts[0] and parts[1] and parts[0].groups() == parts[1].groups():
+        return True
+    return place.startswith(named + os.sep) and _is_model(named)
+
+
+def _is_model(folder: str) -> bool:
+    """A directory that an engine reads whole, and not one of many models."""
+    return any(name.endswith(("config.json", ".safetensors", ".gguf", ".bin")) for name in _listed(folder))
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ansible_collections.rankzero.inference.plugins.module_utils import nvidia, ports, processes, small_files, traces
+from ansible_collections.rankzero.inference.plugins.module_utils import nvidia, ports, processes, traces
 from ansible_collections.rankzero.inference.plugins.module_utils.revisions import Revisions
 
 GONE_SECONDS = 60.0
@@ -183,24 +183,3 @@ def covers(row: Mapping[str, Any], endpoint: tuple[str, int]) -> bool:
     """Whether a socket keeps others from the endpoint: the same port at the same or at every address."""
     wildcard = ("0.0.0.0", "::")
     return row["port"] == endpoint[1] and (row["address"] == endpoint[0] or row["address"] in wildcard or endpoint[0] in wildcard)
-
-
-# ---- what must never be removed
-
-
-def mounts_below(paths: Sequence[str], proc_root: str = "/proc") -> list[str]:
-    """Mount points at or below the given directories: what is mounted there (models, most likely) is not ours, however it came there."""
-    content, _problem = small_files.read_bytes(os.path.join(proc_root, "self/mountinfo"), 16 * 1024 * 1024)
-    found = []
-    for line in (content or b"").decode("utf-8", "surrogateescape").splitlines():
-        words = line.split(" ")
-        place = _unescaped(words[4]) if len(words) > 4 else ""
-        found += [place for path in paths if place == path or place.startswith(path + "/")]
-    return sorted(set(found))
-
-
-def _unescaped(text: str) -> str:
-    r"""A path of mountinfo, where space, tab, newline and backslash are written \040, \011, \012 and \134 (proc_pid_mountinfo(5))."""
-    for code, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
-        text = text.replace(code, character)
-    return text

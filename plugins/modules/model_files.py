@@ -13,7 +13,8 @@ description:
   - Brings the files of a model or a LoRA adapter to a path on the host, from an http(s) address with its checksum, a repository of Hugging Face at
     a pinned revision, or the controller. A broken transfer is gone on from, also by a later run.
   - The path takes its name when its content is whole and checked. What is there under another content is never touched.
-  - With O(state=absent) it removes what a fetch has brought, unless a kept revision of a replica on the host names it.
+  - With O(state=absent) it removes what a fetch has brought, unless a kept revision of a replica on the host names it, something in it, or the model
+    that it is a part of. Hosts that share the storage are not asked.
   - Nothing needs to be installed on the host but for Hugging Face, where the C(huggingface_hub) of a registered engine build is used.
 author:
   - The rankzero.inference authors (@rankzero)
@@ -149,9 +150,10 @@ ARGUMENTS: t.Dict[str, t.Any] = {
 def remove(module: AnsibleModule) -> None:
     path = module.params["path"]
     model_fetch.check_path(path)
-    found = model_fetch.check_removal(path, module.params["sha256"] or None, module.params["replica_root"])
+    known = module.params["sha256"] or None, module.params["replica_root"]
+    found = model_fetch.check_removal(path, *known)
     if found and not module.check_mode:
-        model_fetch.remove(path)
+        model_fetch.remove(path, *known)
     module.exit_json(changed=found, path=path)
 
 

@@ -236,7 +236,7 @@ def test_what_was_fetched_is_removed_once_no_revision_names_it(tmp_path: pathlib
     revision(tmp_path, "glm", "--lora-modules", "sql=%s" % path)
     with pytest.raises(FetchError, match="in use by glm:"):
         model_fetch.check_removal(str(path), None, str(tmp_path))
-    model_fetch.remove(str(path))
+    model_fetch.remove(str(path), None, str(tmp_path / "elsewhere"))
     assert os.listdir(tmp_path / "adapters") == [] and not model_fetch.check_removal(str(path), None, str(tmp_path))
 
 
@@ -254,7 +254,7 @@ def test_what_nobody_fetched_is_not_removed(tmp_path: pathlib.Path) -> None:
 
 def test_what_a_fetch_that_was_killed_left_beside_the_path_goes(tmp_path: pathlib.Path) -> None:
     path, work = tmp_path / "sql", tmp_path / ".sql.unfinished"
-    for clean in (lambda: model_fetch.sweep(str(path)), lambda: model_fetch.remove(str(path))):
+    for clean in (lambda: model_fetch.sweep(str(path)), lambda: model_fetch.remove(str(path), None, str(tmp_path))):
         (work / "content").mkdir(parents=True)
         assert model_fetch.check_removal(str(path), None, str(tmp_path))
         clean()
@@ -263,3 +263,90 @@ def test_what_a_fetch_that_was_killed_left_beside_the_path_goes(tmp_path: pathli
     with model_fetch._unfinished(str(work)):
         model_fetch.sweep(str(path))
         assert work.exists(), "another run is at it"
+
+
+def noted(path: pathlib.Path, *names: str) -> pathlib.Path:
+    """A directory as a fetch leaves it."""
+    path.mkdir(parents=True)
+    for name in (models.NOTE, *names):
+        (path / name).write_text("{}")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("fetched", "named"),
+    [
+        ("models/glm", "{root}/models//glm/"),
+        ("models/glm", "{root}/models/x/../glm"),
+        ("models/glm", "{root}/short"),
+        ("models/glm", "name={root}/short"),
+        ("models/glm", '{{"name": "a", "path": "{root}/short"}}'),
+        ("models/\u00e9t\u00e9", '{{"name": "a", "path": "{root}/models/\\u00e9t\\u00e9"}}'),
+        ("models/glm", "{root}/models/glm/part.gguf"),
+        ("models/glm/adapter", "{root}/models/glm"),
+        ("models/a-00002-of-00003.gguf", "{root}/models/a-00001-of-00003.gguf"),
+    ],
+)
+def test_what_a_revision_names_in_other_words_is_in_use(tmp_path: pathlib.Path, fetched: str, named: str) -> None:
+    noted(tmp_path / "models/glm", "config.json")
+    (tmp_path / "models/x").mkdir()
+    (tmp_path / "short").symlink_to("models/glm")
+    path = tmp_path / fetched
+    if path.suffix:
+        path.write_bytes(CONTENT)
+    elif not path.exists():
+        noted(path)
+    revision(tmp_path, "other", "--port", "8000", "--download-dir", str(tmp_path), "/", "--chat", "{not json", "a=/,b:/")
+    assert model_fetch.users(str(tmp_path), str(path)) == []
+    revision(tmp_path, "glm", named.format(root=tmp_path))
+    assert model_fetch.users(str(tmp_path), str(path)) == ["glm"]
+
+
+def test_where_it_cannot_be_told_what_uses_it_nothing_is_removed(tmp_path: pathlib.Path) -> None:
+    path = noted(tmp_path / "sql")
+    revision(tmp_path, "glm")
+    (tmp_path / "etc/rankzero/cordoned.json").write_text("{}")
+    assert model_fetch.check_removal(str(path), None, str(tmp_path))
+    launch = next((tmp_path / "etc").rglob("launch.json"))
+    for content in ("", "{", "[]"):
+        launch.write_text(content)
+        with pytest.raises(FetchError, match="cannot be told: .*launch.json"):
+            model_fetch.check_removal(str(path), None, str(tmp_path))
+    launch.unlink()
+    launch.symlink_to("launch.json")
+    with pytest.raises(FetchError, match="cannot be told"):
+        model_fetch.check_removal(str(path), None, str(tmp_path))
+
+
+def test_what_was_not_fetched_with_it_does_not_go_with_it(tmp_path: pathlib.Path) -> None:
+    path = noted(tmp_path / "glm")
+    noted(path / "data/sql")
+    (path / "around").symlink_to(".")
+    with pytest.raises(FetchError, match="data/sql in it was fetched for itself"):
+        model_fetch.check_removal(str(path), None, str(tmp_path))
+    with pytest.raises(FetchError, match="/proc is mounted there: unmount it first"):
+        model_fetch._check_directory("/proc")
+
+
+def test_what_came_while_a_removal_waited_is_looked_at_again(tmp_path: pathlib.Path) -> None:
+    """A removal that found only what a fetch was still at must not take what that fetch has finished since, and that a replica uses."""
+    path, work = tmp_path / "sql", tmp_path / ".sql.unfinished"
+    work.mkdir()
+    assert model_fetch.check_removal(str(path), None, str(tmp_path))
+    noted(path)
+    revision(tmp_path, "glm", str(path))
+    with pytest.raises(FetchError, match="in use by glm"):
+        model_fetch.remove(str(path), None, str(tmp_path))
+    assert path.is_dir() and not work.exists()
+
+
+def test_a_removal_that_is_refused_by_the_system_leaves_nothing_beside_the_path(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = noted(tmp_path / "sql")
+
+    def busy(*_places: str) -> None:
+        raise OSError(16, "Device or resource busy")
+
+    monkeypatch.setattr(os, "rename", busy)
+    with pytest.raises(OSError, match="busy"):
+        model_fetch.remove(str(path), None, str(tmp_path))
+    assert os.listdir(tmp_path) == ["sql"]

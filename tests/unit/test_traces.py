@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ansible_collections.rankzero.inference.plugins.module_utils import teardown, traces
+from ansible_collections.rankzero.inference.plugins.module_utils import mounts, teardown, traces
 from ansible_collections.rankzero.inference.plugins.module_utils.revisions import Owner, Revisions
 
 ME = Owner(os.geteuid(), os.getegid(), True)
@@ -168,5 +168,5 @@ def test_the_newest_readable_launch_is_used(store: Revisions) -> None:
 def test_mounts_below(tmp_path: pathlib.Path) -> None:
     (tmp_path / "self").mkdir()
     (tmp_path / "self/mountinfo").write_text("1 0 0:1 / /a/b\\040c rw - ext4 x rw\n2 0 0:1 / /a/bc rw - ext4 x rw\nbroken\n")
-    assert teardown.mounts_below(["/a/b c"], str(tmp_path)) == ["/a/b c"] and teardown.mounts_below(["/a"], str(tmp_path)) == ["/a/b c", "/a/bc"]
-    assert teardown.mounts_below(["/a/b"], str(tmp_path)) == []
+    assert mounts.below(["/a/b c"], str(tmp_path)) == ["/a/b c"] and mounts.below(["/a"], str(tmp_path)) == ["/a/b c", "/a/bc"]
+    assert mounts.below(["/a/b"], str(tmp_path)) == []
