@@ -10,10 +10,11 @@ public methods are used, and only in the process of this one call of a module.
 
 from __future__ import annotations
 
+import os
 import types
 import zipimport
 
-_get_code = zipimport.zipimporter.get_code
+_get_code, _get_filename = zipimport.zipimporter.get_code, zipimport.zipimporter.get_filename
 _compiled: dict[tuple[str, str, str], types.CodeType] = {}
 
 
@@ -22,8 +23,12 @@ def _key(importer: zipimport.zipimporter, name: str) -> tuple[str, str, str]:
 
 
 def get_filename(importer: zipimport.zipimporter, fullname: str) -> str:
-    """The file name that the compiled module has. Raises ZipImportError."""
-    code = _compiled[_key(importer, fullname)] = _get_code(importer, fullname)
+    """Where the module is in the archive. Code that came there compiled (zipped standard libraries, eggs) has the name that its source once had. Raises
+    ZipImportError."""
+    code = _get_code(importer, fullname)
+    if not code.co_filename.startswith(importer.archive + os.sep):
+        return _get_filename(importer, fullname)
+    _compiled[_key(importer, fullname)] = code
     return code.co_filename
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import py_compile
 import re
 import subprocess
 import sys
@@ -51,6 +52,28 @@ def test_each_file_is_compiled_once(tmp_path: pathlib.Path) -> None:
     plain, once = counted(tmp_path, ""), counted(tmp_path, str(COMPILE_ONCE))
     assert once == {"outer/__init__.py": 1, "outer/inner/__init__.py": 1, "outer/inner/leaf.py": 1, "outer/other.py": 2}, "that one is imported anew"
     assert sum(plain.values()) == 2 * sum(once.values()), plain
+
+
+PRECOMPILED = """
+import runpy, sys
+archive, once = sys.argv[1:]
+runpy.run_path(once)
+sys.path.insert(0, archive)
+import outer.leaf
+assert outer.__file__ == archive + "/outer/__init__.pyc" and outer.leaf.__file__ == archive + "/outer/leaf.pyc", (outer.__file__, outer.leaf.__file__)
+"""
+
+
+def test_code_that_is_in_an_archive_compiled_is_where_it_is(tmp_path: pathlib.Path) -> None:
+    """As in a zipped standard library or an egg: there the code names the source that it was once built from."""
+    archive, source, compiled = tmp_path / "lib.zip", tmp_path / "source.py", tmp_path / "compiled.pyc"
+    source.write_text("VALUE = 7\n")
+    py_compile.compile(str(source), cfile=str(compiled), dfile="/build/elsewhere/source.py")
+    with zipfile.ZipFile(archive, "w") as stream:
+        for name in ("outer/__init__.pyc", "outer/leaf.pyc"):
+            stream.write(compiled, name)
+    done = subprocess.run([sys.executable, "-I", "-c", PRECOMPILED, str(archive), str(COMPILE_ONCE)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 MODULES = sorted(path.name for path in (ROOT / "plugins/modules").glob("*.py") if "AnsibleModule(" in path.read_text(encoding="utf-8"))
