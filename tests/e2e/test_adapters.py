@@ -10,6 +10,7 @@ import io
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -79,6 +80,17 @@ def test_adapters_are_fetched_to_every_rank_and_listed_in_order(make_fleet: Make
     changed = hosts.run("deploy_replica", extra=extra)
     told = " ".join((changed.stdout + changed.stderr).split())
     assert changed.returncode != 0 and "files that were changed after they were fetched" in told and request(launch["ready"]["url"], "/health")[0] == 200
+
+
+def test_a_rotation_fetches_what_is_gone_before_it_restarts_ranks(make_fleet: MakeFleet, model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    hosts = make_fleet(["node-a"], gpus=2)
+    source, place = adapter(tmp_path / "fix"), tmp_path / "adapters/fix-1"
+    profile = sim_profile(hosts, model, adapters=[{"name": "fix", "path": str(place), "source": str(source)}])
+    first = hosts.run("deploy_replica", extra=with_profile(hosts, profile, replica_api_key="old-key-0123456789"))
+    assert first.returncode == 0, first.stdout + first.stderr
+    shutil.rmtree(place)
+    rotated = hosts.run("rotate_api_key", extra=with_profile(hosts, profile, replica_api_key="new-key-0123456789"))
+    assert rotated.returncode == 0 and (place / "adapter_config.json").exists(), rotated.stdout + rotated.stderr
 
 
 def test_adapters_go_to_the_chosen_ranks_only_and_not_for_a_refused_plan(make_fleet: MakeFleet, model: pathlib.Path, tmp_path: pathlib.Path) -> None:
