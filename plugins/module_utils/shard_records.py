@@ -48,15 +48,23 @@ def is_replica(base: str, name: str) -> bool:
     return name not in NO_REPLICA and not name.startswith(".") and os.path.isdir(os.path.join(base, name))
 
 
+LONGEST_REASON = 1000
+
+
 def cordoned(replica_root: str) -> Facts | None:
-    """`{by, reason, at}` of a host that an operator has taken out of service, else None. A damaged marker still takes it out."""
+    """`{by, reason, at}` of a host that an operator has taken out of service, else None. A damaged marker still takes it out; each is one line of text."""
     path = os.path.join(replica_root, "etc", "rankzero", "cordoned.json")
     if not os.path.lexists(path):
         return None
     content, problem = small_files.read_json(path)
     if content is None:
         return {"by": None, "reason": "the marker is there but damaged: %s" % problem, "at": None}
-    return {"by": content.get("by"), "reason": content.get("reason"), "at": content.get("at")}
+    return {key: one_line(content.get(key)) for key in ("by", "reason", "at")}
+
+
+def one_line(value: Any) -> str | None:
+    """What a person has written, as facts carry it."""
+    return None if value is None else small_files.clean(str(value))[:LONGEST_REASON]
 
 
 # ---- one shard

@@ -89,8 +89,9 @@ def main() -> None:
     before = shard_records.cordoned(options["replica_root"])
     wanted = None
     if options["state"] == "present":
-        same = before is not None and before["reason"] == options["reason"] and before["at"]
-        wanted = before if same else {"by": options["by"], "reason": options["reason"], "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+        reason = shard_records.one_line(options["reason"])
+        same = before is not None and before["reason"] == reason and before["at"]
+        wanted = before if same else {"by": shard_records.one_line(options["by"]), "reason": reason, "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
     changed = wanted != before
     try:
         if changed and not module.check_mode:

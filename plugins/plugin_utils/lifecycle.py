@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import typing as t
 
+from ansible_collections.rankzero.inference.plugins.module_utils import small_files
 from ansible_collections.rankzero.inference.plugins.plugin_utils import host_facts, way_back
 from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings, natural_key
 from ansible_collections.rankzero.inference.plugins.plugin_utils.plan import check_locks
@@ -234,7 +235,7 @@ def removal_summary(replica: str, results: t.Mapping[str, t.Any], check: bool = 
     verified = {host: results[host].get("verified") or {} for host in changed}
     seen = [text for name, text in _GONE if all(found.get(name) for found in verified.values())]
     lines = ["Replica %s is gone from %s." % (replica, _hosts(changed)), "Seen there: %s." % (", ".join(seen) or "nothing")]
-    lines += ["%s: %s" % (host, note) for host in changed for note in results[host].get("notes") or ()]
+    lines += ["%s: %s" % (host, small_files.clean(str(note))) for host in changed for note in results[host].get("notes") or ()]
     return "\n".join(lines)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import typing as t
 
+from ansible_collections.rankzero.inference.plugins.module_utils import small_files
 from ansible_collections.rankzero.inference.plugins.plugin_utils.tables import table
 
 Seen = t.Mapping[str, t.Tuple[t.Any, t.Any]]
@@ -25,8 +26,9 @@ def ranks(replica: str, seen: Seen, planned: t.Mapping[str, t.Any] | None = None
             record = _deployed(record, planned["shards"].get(host), look)
         if record is None:
             continue
-        verdict = (look or {}).get("verdict") or {"evidence": record.get("evidence")}
-        gpus = ((verdict.get("evidence") or {}).get("gpus")) or []
+        verdict = _mapping(_mapping(look).get("verdict")) or {"evidence": record.get("evidence")}
+        evidence = _mapping(verdict.get("evidence"))
+        gpus = [gpu for gpu in evidence["gpus"] if isinstance(gpu, t.Mapping)] if isinstance(evidence.get("gpus"), (list, tuple)) else []
         found.append(
             {
                 "rank": record.get("rank"),
@@ -38,10 +40,10 @@ def ranks(replica: str, seen: Seen, planned: t.Mapping[str, t.Any] | None = None
                 "expected_mib": [gpu.get("expected_mib") for gpu in gpus],
                 "restarts": record.get("restarts"),
                 "revision": record.get("revision"),
-                "service": "active" if (record.get("unit") or {}).get("active") else "inactive",
+                "service": "active" if _mapping(record.get("unit")).get("active") else "inactive",
                 "profile": record.get("profile"),
                 "fabric": record.get("fabric"),
-                "without_gpu_evidence": bool((verdict.get("evidence") or {}).get("judged_without_gpu") or verdict.get("judged_without_gpu")),
+                "without_gpu_evidence": bool(evidence.get("judged_without_gpu") or verdict.get("judged_without_gpu")),
                 "reason": _reason(verdict.get("reason") or record.get("detail"), _mapping(facts).get("cordoned")),
                 "seconds": _mapping(look).get("seconds"),
                 "stages": dict(_mapping(_mapping(look).get("stages"))),
@@ -116,7 +118,11 @@ def text(replica: str, found: t.Sequence[t.Mapping[str, t.Any]], hosts: t.Sequen
     if any(entry["seconds"] is not None for entry in found):
         heads, rows = [*heads, "seconds until ready, by stage"], [[*row, _stages(entry)] for row, entry in zip(rows, found)]
     lines = [head, table(heads, rows)]
-    lines += ["  rank %s (%s): %s" % (entry["rank"], entry["host"], entry["reason"]) for entry in found if entry["reason"] and not entry["ready"]]
+    lines += [
+        "  rank %s (%s): %s" % (entry["rank"], entry["host"], small_files.clean(str(entry["reason"])))
+        for entry in found
+        if entry["reason"] and not entry["ready"]
+    ]
     return "\n".join(lines)
 
 

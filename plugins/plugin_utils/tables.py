@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import typing as t
 
+from ansible_collections.rankzero.inference.plugins.module_utils import small_files
 from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Fault, report
 
 Plan = t.Mapping[str, t.Any]
 
 
 def table(heads: t.Sequence[str], rows: t.Sequence[t.Sequence[t.Any]], indent: str = "  ") -> str:
-    """Columns as wide as their longest cell; numbers are not treated apart. Empty cells are C(-)."""
+    """Columns as wide as their longest cell; numbers are not treated apart. Empty cells are C(-), and no cell writes to a terminal."""
     cells = [[_cell(cell) for cell in row] for row in rows]
     widths = [max([len(head)] + [len(row[column]) for row in cells]) for column, head in enumerate(heads)]
     lines = ["  ".join(head.ljust(width) for head, width in zip(heads, widths)).rstrip()]
@@ -25,8 +26,8 @@ def _cell(value: t.Any) -> str:
     if value is None or value == "" or value == []:
         return "-"
     if isinstance(value, (list, tuple)):
-        return ", ".join(map(str, value))
-    return str(value)
+        return small_files.clean(", ".join(map(str, value)))
+    return small_files.clean(str(value))
 
 
 def plan_text(plan: Plan) -> str:

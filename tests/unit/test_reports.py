@@ -191,6 +191,22 @@ def test_a_drained_replica_is_stopped_and_one_that_broke_is_not() -> None:
     assert status.text("glm", status.ranks("glm", {"a": seen(0, "stopped"), "b": seen(1, "failed")}), ["a", "b"]).startswith("Replica glm: NOT ready\n")
 
 
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"stage": "x\x1b[2J", "revision": "r\nq", "detail": "d\x1b[2J\n", "unit": 5, "restarts": "\x1b"},
+        {"rank": "z", "evidence": "none"},
+        {"evidence": {"gpus": [3, None]}},
+        {"evidence": {"gpus": 5}},
+    ],
+)
+@pytest.mark.parametrize("look", [None, 5, {"verdict": "ready"}])
+def test_a_status_of_damaged_facts_writes_no_control_characters(record: dict[str, Any], look: Any) -> None:
+    facts = {"shards": {"glm": record}, "cordoned": {"by": ["x"], "reason": "a\nb\x1b[2J"}}
+    lines = status.text("glm", status.ranks("glm", {"h": (facts, look)}), ["h"]).splitlines()
+    assert len(lines) == 4 and all(line.isprintable() for line in lines)
+
+
 def test_one_host_tells_the_report_and_the_others_where_it_is() -> None:
     failed = {"verdict": {"reason": "it ended", "cause": "A GPU ran out of memory."}, "failed": True}
     unlocked = {"__replica_unlocked": {"changed": True}}

@@ -266,6 +266,7 @@ def test_no_replicas(tmp_path):
     [
         ('{"by": "ann", "reason": "fan", "at": "2026-01-31", "x": 1}', {"by": "ann", "reason": "fan", "at": "2026-01-31"}),
         ("{}", {"by": None, "reason": None, "at": None}),
+        ('{"by": ["ann"], "reason": "fan\\n3 \\u001b[2J", "at": 7}', {"by": "['ann']", "reason": "fan 3  [2J", "at": "7"}),
     ],
 )
 def test_cordoned(tmp_path, content, answer):
