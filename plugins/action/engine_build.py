@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import typing as t
 
-from ansible.errors import AnsibleActionFail, AnsibleError
+from ansible.errors import AnsibleActionFail
 from ansible.plugins.action import ActionBase
 from ansible.utils.display import Display
 
@@ -80,9 +80,9 @@ class ActionModule(ActionBase):
         if install.get("method") not in ("archive", "source", "image") or not archive or "://" in archive or arguments.get("state") == "absent":
             return None
         try:
-            path = str(self._find_needle("files", archive))
-        except AnsibleError as error:
-            raise AnsibleActionFail("install.archive: there is no file %s on the controller" % archive) from error
+            path = controller_files.find(archive, lambda name: self._find_needle("files", name))
+        except AnsibleActionFail as error:
+            raise AnsibleActionFail("install.archive: %s" % error) from None
         try:
             seen, wanted = models.sha256(controller_files.regular(path, "install.archive")), str(install.get("sha256") or "")
         except OSError as error:

@@ -11,11 +11,11 @@ import tempfile
 import typing as t
 
 from ansible import constants as C
-from ansible.errors import AnsibleActionFail, AnsibleError
+from ansible.errors import AnsibleActionFail
 from ansible.plugins.action import ActionBase
 
 from ansible_collections.rankzero.inference.plugins.module_utils import models
-from ansible_collections.rankzero.inference.plugins.plugin_utils import hostvars
+from ansible_collections.rankzero.inference.plugins.plugin_utils import controller_files, hostvars
 
 MODULE = "rankzero.inference.model_files"
 
@@ -40,9 +40,9 @@ class ActionModule(ActionBase):
     def _local(self, source: str, wanted: str) -> tuple[str, str]:
         """(path on the controller, checksum of its content)."""
         try:
-            path = str(self._find_needle("files", source))
-        except AnsibleError as error:
-            raise AnsibleActionFail("source: there is no file or directory %s on the controller" % source) from error
+            path = controller_files.find(source, lambda name: self._find_needle("files", name))
+        except AnsibleActionFail as error:
+            raise AnsibleActionFail("source: %s" % error) from None
         found = models.describe(path, checksum=True)
         seen = found["content_sha256"]
         if not seen:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pathlib
@@ -94,10 +93,12 @@ class ActionModule(ActionBase):
         played = [str(host) for host in task_vars.get("ansible_play_hosts_all") or ()]
         among = set(arguments["hosts"] or played)
         hosts = tuple(self._host(host, task_vars, arguments["recorded"]) for host in played if host in among)
+        profile, profiles = hostvars.plain(arguments["profile"]), hostvars.plain(arguments["profiles"])
+        sent, unsent = ({}, {}) if arguments["recorded"] else self._sent(profile, profiles)
         request = Request(
             replica=replica,
-            profile=hostvars.plain(arguments["profile"]),
-            profiles=hostvars.plain(arguments["profiles"]),
+            profile=profile,
+            profiles=profiles,
             hosts=hosts,
             ended_owners=tuple(self._ended(hosts, str(replica), task_vars, arguments["recorded"])),
             absent_hosts=self._absent(arguments, task_vars),
@@ -106,9 +107,12 @@ class ActionModule(ActionBase):
             known_variables=collection_files.role_variables(),
             key_digest=secrets.digest(key, str(replica)) if key else None,
             program_hashes=self._hashes(arguments),
-            sent={} if arguments["recorded"] else self._sent(hostvars.plain(arguments["profile"]), hostvars.plain(arguments["profiles"])),
+            sent=sent,
         )
         plan = build_plan(request)
+        for path in sorted({path for paths in plan["to_fetch"].values() for path in paths} & set(unsent)):
+            seen, wanted = unsent[path]
+            findings.fault("adapters", seen, wanted, "Correct source or sha256 of the adapter for %s." % path)
         if findings.faults:
             plan.update({"faults": plan["faults"] + [fault.as_dict() for fault in findings.faults], "shards": {}, "leader": None, "fingerprint": None})
         self._warn_about_forks(plan, task_vars)
@@ -130,17 +134,29 @@ class ActionModule(ActionBase):
             findings.fault(KEY_FILE, "%s, which is empty" % path, "a file on the controller that holds the key", "Without a key anybody could use the replica.")
         return secrets.check(hostvars.plain(text), findings)
 
-    def _sent(self, profile: t.Any, profiles: t.Any) -> dict[str, str]:
-        """Checksums of the adapters whose sources are on the controller: one changed here is not what hosts have. One that is gone tells nothing."""
-        found = {}
+    def _sent(self, profile: t.Any, profiles: t.Any) -> tuple[dict[str, str], dict[str, tuple[str, str]]]:
+        """(path of an adapter -> checksum of its source, path -> what was seen and wanted where that cannot be sent), for sources on the controller.
+
+        One that was changed here is not what hosts have. One that is gone is no matter where hosts have it.
+        """
+        found: dict[str, str] = {}
+        problems: dict[str, tuple[str, str]] = {}
         for adapter in profiles_filter.profile_sources(profile, profiles):
-            source = adapter["source"]
-            if adapter["sha256"] or "://" in source or source.startswith("hf:"):
+            source, wanted = adapter["source"], adapter["sha256"]
+            if "://" in source or source.startswith("hf:"):
                 continue
-            with contextlib.suppress(AnsibleError):
-                content = models.describe(str(self._find_needle("files", source)), checksum=True)["content_sha256"]
-                found.update({adapter["path"]: content} if content else {})
-        return found
+            try:
+                content = models.describe(controller_files.find(source, lambda name: self._find_needle("files", name)), checksum=True)["content_sha256"]
+            except AnsibleActionFail as error:
+                problems[adapter["path"]] = str(error), "a source that can be sent"
+                continue
+            if not content:
+                problems[adapter["path"]] = "%s, which holds no file" % source, "a source that can be sent"
+            elif wanted and wanted != content:
+                problems[adapter["path"]] = "sha256 %s of %s" % (content, source), "sha256 %s" % wanted
+            elif not wanted:
+                found[adapter["path"]] = str(content)
+        return found, problems
 
     @staticmethod
     def _compare(plan: dict[str, t.Any], request: Request) -> None:

@@ -31,5 +31,7 @@ class ActionModule(ActionBase):
             seen[host] = (hostvars.plain(hostvars.facts_of(raw)), hostvars.plain(raw.get(arguments["looks"]) if arguments["looks"] else None))
         plan = hostvars.plain(arguments["plan"])
         ranks = status.ranks(arguments["replica"], seen, plan)
-        display.display(status.text(arguments["replica"], ranks, hosts, ((plan or {}).get("leader") or {}).get("url")))
+        url = ((plan or {}).get("leader") or {}).get("url")
+        silent = [] if plan else [host for host, (facts, _look) in seen.items() if facts is None]
+        display.display(status.text(arguments["replica"], ranks, hosts, url, silent))
         return {"changed": False, "ranks": ranks, "ready": status.whole(ranks)}

@@ -45,8 +45,9 @@ def are_back(hosts: t.Sequence[str], variables: t.Any, back: t.Mapping[str, t.An
     return failures.are_back(_failures(hosts, variables).values(), hostvars.plain(back), _registered(hosts, variables, "__replica_restored"))
 
 
-def removal_summary(hosts: t.Sequence[str], variables: t.Any, replica: str, check: bool = False) -> str:
-    return lifecycle.removal_summary(str(replica), _registered(hosts, variables, "__replica_removed"), bool(check))
+def removal_summary(hosts: t.Sequence[str], variables: t.Any, replica: str, check: bool = False, members: t.Sequence[str] = ()) -> str:
+    others = [str(host) for host in members if host not in hosts]
+    return lifecycle.removal_summary(str(replica), _registered(hosts, variables, "__replica_removed"), bool(check), others)
 
 
 def stopped_replicas(facts: t.Any) -> list[str]:

@@ -40,7 +40,7 @@ options:
   sha256:
     description:
       - Of what an address sends, where it is required; otherwise of the content. For a directory that is what
-        C(find . -type f -printf '%P\\n' | LC_ALL=C sort | xargs -d '\\n' sha256sum | sha256sum) prints in it.
+        C(find . -type f ! -name .rankzero.json -printf '%P\n' | LC_ALL=C sort | xargs -d '\n' sha256sum | sha256sum) prints in it.
     type: str
   revision:
     description: The commit of a repository of Hugging Face, 40 hexadecimal digits. Required with it.

@@ -8,9 +8,10 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
+import typing as t
 from collections.abc import Callable
 
-from ansible.errors import AnsibleActionFail
+from ansible.errors import AnsibleActionFail, AnsibleError
 
 
 def place(path: str) -> str:
@@ -21,6 +22,20 @@ def place(path: str) -> str:
     except OSError as error:
         raise AnsibleActionFail("%s cannot be made: %s" % (os.path.dirname(target), error.strerror or error)) from error
     return target
+
+
+def find(path: str, search: Callable[[str], t.Any]) -> str:
+    """What a person means by a path: from where Ansible was started, as for every output; else as C(search) finds it, which knows roles and playbooks.
+
+    Raises AnsibleActionFail where it is nowhere.
+    """
+    here = os.path.abspath(os.path.expanduser(path))
+    if os.path.exists(here):
+        return here
+    try:
+        return str(search(path))
+    except AnsibleError:
+        raise AnsibleActionFail("there is no file or directory %s on the controller, neither in %s nor beside the playbook" % (path, os.getcwd())) from None
 
 
 def regular(path: str, field: str, most: int | None = None) -> str:

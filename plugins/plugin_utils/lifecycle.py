@@ -225,18 +225,20 @@ _GONE = (
 )
 
 
-def removal_summary(replica: str, results: t.Mapping[str, t.Any], check: bool = False) -> str:
-    """A few lines for an operator. C(results): host -> what the module shard answered to C(state=absent), all without failure."""
+def removal_summary(replica: str, results: t.Mapping[str, t.Any], check: bool = False, others: t.Sequence[str] = ()) -> str:
+    """A few lines for an operator. C(results): host -> what the module shard answered to C(state=absent), all without failure. C(others): hosts of the
+    replica that were not in the play."""
     changed = [host for host in sorted(results, key=natural_key) if results[host].get("changed")]
+    left = ["Not looked at: %s. What they have of it is still there; a removal without --limit takes it." % _hosts(others)] if others else []
     if not changed:
-        return "There is nothing of replica %s on %s." % (replica, _hosts(list(results)))
+        return "\n".join(["There is nothing of replica %s on %s." % (replica, _hosts(list(results))), *left])
     if check:
-        return "Replica %s would be removed from %s." % (replica, _hosts(changed))
+        return "\n".join(["Replica %s would be removed from %s." % (replica, _hosts(changed)), *left])
     verified = {host: results[host].get("verified") or {} for host in changed}
     seen = [text for name, text in _GONE if all(found.get(name) for found in verified.values())]
     lines = ["Replica %s is gone from %s." % (replica, _hosts(changed)), "Seen there: %s." % (", ".join(seen) or "nothing")]
     lines += ["%s: %s" % (host, small_files.clean(str(note))) for host in changed for note in results[host].get("notes") or ()]
-    return "\n".join(lines)
+    return "\n".join([*lines, *left])
 
 
 def _hosts(names: t.Sequence[str]) -> str:

@@ -96,9 +96,11 @@ def whole(found: t.Sequence[t.Mapping[str, t.Any]]) -> bool:
     return isinstance(nodes, int) and all(isinstance(entry["rank"], int) for entry in found) and sorted(entry["rank"] for entry in found) == list(range(nodes))
 
 
-def text(replica: str, found: t.Sequence[t.Mapping[str, t.Any]], hosts: t.Sequence[str], endpoint: str | None = None) -> str:
+def text(replica: str, found: t.Sequence[t.Mapping[str, t.Any]], hosts: t.Sequence[str], endpoint: str | None = None, silent: t.Sequence[str] = ()) -> str:
+    """C(silent): hosts that did not answer; C(hosts) has them, too."""
+    unknown = ["  %s does not answer: whether it has a rank, and how that is, is not known" % host for host in silent]
     if not found:
-        return "Replica %s: no shard on any of %d host(s)." % (replica, len(hosts))
+        return "\n".join(["Replica %s: no shard on any of %d host(s)." % (replica, len(hosts) - len(silent)), *unknown])
     rows = [
         [
             entry["rank"],
@@ -123,7 +125,15 @@ def text(replica: str, found: t.Sequence[t.Mapping[str, t.Any]], hosts: t.Sequen
         for entry in found
         if entry["reason"] and not entry["ready"]
     ]
-    return "\n".join(lines)
+    missing = _missing(found)
+    lines += ["  rank %s is on none of the hosts that answered" % ", ".join(map(str, missing))] if missing else []
+    return "\n".join([*lines, *unknown])
+
+
+def _missing(found: t.Sequence[t.Mapping[str, t.Any]]) -> list[int]:
+    """Ranks that the replica has by its own word, and no host."""
+    nodes = next((entry["nodes"] for entry in found if isinstance(entry["nodes"], int)), 0)
+    return sorted(set(range(min(nodes, 4096))) - {entry["rank"] for entry in found if isinstance(entry["rank"], int)})
 
 
 def _memory(entry: t.Mapping[str, t.Any]) -> str:

@@ -152,4 +152,18 @@ def test_a_source_that_cannot_be_sent(make_fleet: MakeFleet, model: pathlib.Path
     hosts = make_fleet(["node-a"], gpus=2)
     adapters = [{"name": "fix", "path": str(tmp_path / "adapters/fix-1"), "source": str(source)}]
     done = hosts.run("deploy_replica", extra=with_profile(hosts, sim_profile(hosts, model, adapters=adapters)), timeout=60)
-    assert done.returncode != 0 and "source:" in done.stdout and "Traceback" not in done.stdout + done.stderr, done.stdout
+    told = " ".join((done.stdout + done.stderr).split())
+    assert done.returncode != 0 and "nothing was changed" in told and "adapters: seen " in told and f"for {adapters[0]['path']}." in told, told
+    assert "Traceback" not in told and not (tmp_path / "adapters").exists()
+
+
+def test_a_relative_source_counts_from_where_ansible_was_started(make_fleet: MakeFleet, model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    source = adapter(tmp_path / "fix")
+    hosts = make_fleet(["node-a"], gpus=2)
+    adapters = [{"name": "fix", "path": str(tmp_path / "adapters/fix-1"), "source": os.path.relpath(source, fleet.ROOT)}]
+    done = hosts.run("deploy_replica", extra=with_profile(hosts, sim_profile(hosts, model, adapters=adapters)))
+    assert done.returncode == 0 and (tmp_path / "adapters/fix-1/adapter_model.safetensors").read_bytes() == WEIGHTS, done.stdout
+    wrong = [{**adapters[0], "path": str(tmp_path / "adapters/fix-2"), "sha256": "0" * 64}]
+    refused = hosts.run("deploy_replica", extra=with_profile(hosts, sim_profile(hosts, model, adapters=wrong)))
+    told = " ".join(refused.stdout.split())
+    assert refused.returncode != 0 and "adapters: seen sha256 " in told and f"wanted sha256 {'0' * 64}" in told and "nothing was changed" in told, told

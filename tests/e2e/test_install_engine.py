@@ -90,7 +90,7 @@ def test_what_cannot_be_installed_is_refused_and_nothing_is_registered(make_flee
         file.add(tmp_path / "release-unable", "x")
     wrong["engine_sha256"] = hashlib.sha256((tmp_path / "unable.tar.xz").read_bytes()).hexdigest()
     for extra, text in (
-        ({**good, "engine_archive": "/nonexistent.tar.gz"}, "there is no file /nonexistent.tar.gz on the controller"),
+        ({**good, "engine_archive": "/nonexistent.tar.gz"}, "there is no file or directory /nonexistent.tar.gz on the controller"),
         ({**good, "engine_sha256": "0" * 64}, "has sha256 %s, and %s is wanted" % (good["engine_sha256"], "0" * 64)),
         ({**good, "engine_sha256": ""}, "sha256 is None: the 64 lower-case hexadecimal digits"),
         (installs("venv", "vllm", engine_requirements=["vllm"]), "a pinned one is wanted"),
