@@ -309,6 +309,8 @@ class Build:
         for place in places:
             holders += engine_installs.users(self.root, self.engine, self.name, place)
         there = os.path.lexists(self.record_path)
+        if not there and not places:
+            self._warn_of_another_name()
         held = sorted({one for one in holders if self.params["rollbacks"] or not one.endswith(")")})
         if held and (there or places):
             self.module.fail_json(
@@ -332,6 +334,13 @@ class Build:
                 with self.store.locked():
                     self.store.remove(places)
         self.module.exit_json(changed=bool(self.actions), actions=self.actions)
+
+    def _warn_of_another_name(self) -> None:
+        """Nothing is to be removed: as it should be the second time, or the name is not what was meant."""
+        prefix, folder = self.engine + "-", os.path.dirname(self.record_path)
+        there = sorted(name[len(prefix) : -len(".json")] for name in (os.listdir(folder) if os.path.isdir(folder) else ()) if name.startswith(prefix))
+        if there:
+            self.module.warn("there is no build %s of %s on the host; it has %s" % (self.name, self.engine, ", ".join(there)))
 
     # ---- parts
 

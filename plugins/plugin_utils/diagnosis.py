@@ -135,6 +135,7 @@ def _tie(state: Map, launch: Map) -> str | None:
 def candidates(replica: str, seen: t.Mapping[str, Seen], found: t.Sequence[Map]) -> list[Candidate]:
     """Everything that may be the cause, the likeliest first."""
     first = _first_to_end(seen)
+    cordons = {host: _mapping(one.facts)["cordoned"] for host, one in seen.items() if isinstance(_mapping(one.facts).get("cordoned"), t.Mapping)}
     result: list[Candidate] = []
     for row in found:
         one = seen[row["host"]]
@@ -150,7 +151,8 @@ def candidates(replica: str, seen: t.Mapping[str, Seen], found: t.Sequence[Map])
             )
         elif one.answer is not None:
             others_run = any(str(other["service"]).startswith("active") for other in found if other is not row)
-            result += _of_rank(row, one.answer, row["rank"] is not None and row["rank"] == first, others_run)
+            again = _undrain(replica, cordons) if cordons else _start_again(row)
+            result += _of_rank(row, one.answer, row["rank"] is not None and row["rank"] == first, others_run, again)
     result += _missing(found)
     return sorted(result, key=lambda item: (item.order, not item.culprit, item.rank is None, item.rank or 0, item.host))
 
@@ -164,7 +166,9 @@ def _first_to_end(seen: t.Mapping[str, Seen]) -> int | None:
     return None
 
 
-def _of_rank(row: Map, answer: Map, culprit: bool, others_run: bool) -> list[Candidate]:
+def _of_rank(row: Map, answer: Map, culprit: bool, others_run: bool, again: str) -> list[Candidate]:
+    """C(again): how a shard that was stopped is started."""
+
     def make(order: int, text: str, line: str | None = None, hint: str | None = None) -> Candidate:
         return Candidate(order, row["rank"], row["host"], text, line, hint or "On %s: %s" % (row["host"], answer.get("log_command")), culprit)
 
@@ -177,7 +181,7 @@ def _of_rank(row: Map, answer: Map, culprit: bool, others_run: bool) -> list[Can
         return result
     if row["stage"] == "stopped" or str(row["service"]).startswith(("inactive", "none", "failed")):
         alone_down = others_run and row["stage"] != "failed"
-        result.append(make(DOWN if alone_down else STOPPED, verdict.get("reason") or "its service does not run", hint=_start_again(row)))
+        result.append(make(DOWN if alone_down else STOPPED, verdict.get("reason") or "its service does not run", hint=again))
     elif verdict.get("failed"):
         result.append(
             make(EVIDENCE if str(row["service"]).startswith("active") else GATE, verdict.get("reason") or "the gate refuses it", hint=verdict.get("hint"))
@@ -205,6 +209,13 @@ def _of_end(make: t.Callable[..., Candidate], end: Map, state: Map) -> list[Cand
 
 def _start_again(row: Map) -> str:
     return "Deploy again, or start the service on %s; the log there: %s" % (row["host"], row["log_command"])
+
+
+def _undrain(replica: str, cordons: t.Mapping[str, Map]) -> str:
+    """A replica is stopped on all of its hosts when one of them is drained."""
+    told = ["%s is cordoned by %s: %s" % (host, one.get("by") or "somebody", one.get("reason") or "no reason given") for host, one in sorted(cordons.items())]
+    steps = ["ansible-playbook rankzero.inference.undrain_node -e drain_host=%s" % host for host in sorted(cordons)]
+    return "%s. When that is over: %s; then rankzero.inference.restart_replica -e replica_name=%s" % ("; ".join(told), "; ".join(steps), replica)
 
 
 def _missing(found: t.Sequence[Map]) -> list[Candidate]:

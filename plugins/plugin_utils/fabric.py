@@ -103,6 +103,13 @@ def choose(
     return _named(",".join(wanted), [item for item in definitions if item], hosts, gpus, management, findings)
 
 
+def check_names(wanted: t.Sequence[str], named: t.Mapping[str, t.Any], hosts: Hosts, findings: Findings) -> None:
+    """What is wrong with C(replica_fabric) whatever ranks there will be."""
+    for part in wanted:
+        if part not in ("none", "efa") and not part.startswith("nvl:"):
+            _definition(part, named, hosts, findings)
+
+
 def selected(wanted: t.Sequence[str], named: t.Mapping[str, t.Any], hosts: Hosts) -> dict[str, t.Sequence[Port]]:
     """host -> the ports that C(replica_fabric) takes there, each host judged by itself: without what speaks against the choice over all of them."""
     if list(wanted) == ["none"]:

@@ -293,6 +293,7 @@ def _plan_hosts(
         placed = placement.place(candidates, profile, replica, _leader(options, request, facts, findings), options.fabric, findings, options.fabrics)
     if placed is None:
         _check_unplaced(known, facts, profile, engine, findings)
+        fabric.check_names(options.fabric, options.fabrics, facts, findings)
         return {}
     inputs = {host.name: host for host in known}
     ranks = [Rank(rank, inputs[name], facts[name], placed.gpus[name]) for rank, name in enumerate(placed.hosts)]

@@ -172,3 +172,11 @@ def test_old_lines_of_the_kernel_are_left_out(tmp_path: pathlib.Path) -> None:
         None,
         "dmesg ended with 1: Operation not permitted",
     )
+
+
+def test_a_replica_that_a_drain_has_stopped_waits_for_the_undrain() -> None:
+    stopped = [answer(rank, stage="stopped", state={"detail": "SIGTERM received"}) for rank in (0, 1)]
+    cordoned = {"cordoned": {"by": "ann@control", "reason": "fan 3 is broken", "at": "today"}}
+    _cause, next_step = concluded({"gpu-a": Seen({}, stopped[0]), "gpu-b": Seen(cordoned, stopped[1])})
+    for part in ("gpu-b is cordoned by ann@control: fan 3 is broken", "undrain_node -e drain_host=gpu-b", "restart_replica -e replica_name=glm"):
+        assert part in next_step, next_step

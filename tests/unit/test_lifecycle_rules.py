@@ -281,3 +281,8 @@ def test_a_removal_says_what_it_has_seen() -> None:
     assert "no GPU lists" not in partly and partly.endswith("\nn2: gpu_memory: the driver does not answer")
     assert lifecycle.removal_summary("glm", {"n1": nothing, "n2": nothing}) == "There is nothing of replica glm on n1, n2."
     assert lifecycle.removal_summary("glm", {"n1": gone, "n2": nothing}, check=True) == "Replica glm would be removed from n1."
+
+
+def test_a_removal_says_which_hosts_it_was_kept_from() -> None:
+    said = lifecycle.removal_summary("glm", {"n1": {"changed": True, "verified": {}}}, False, ["n2"])
+    assert said.splitlines()[-1] == "Not looked at: n2. What they have of it is still there; a removal without --limit takes it."

@@ -1130,3 +1130,7 @@ def test_a_variable_that_is_almost_one_of_the_roles_is_told() -> None:
     inputs = {"n1": {"variables": ("replica_fabrik", "replica_http_port", "replica_owner")}, "n2": {"variables": ("replica_fabrik",)}}
     told = [(one["host"], one["field"], one["wanted"]) for one in good(inputs=inputs, known_variables=known)["warnings"] if one["field"].startswith("replica_")]
     assert told == [(None, "replica_fabrik", "replica_fabric")], "once; neither what is known nor what is somebody's own"
+
+
+def test_a_fabric_that_nobody_has_is_told_although_no_ranks_could_be_placed() -> None:
+    assert faults({"n1": node(1)}, options={"replica_fabric": "ib"}) == [(None, "replica_fabric"), (None, "replica_hosts")]

@@ -221,3 +221,10 @@ def test_one_host_tells_the_report_and_the_others_where_it_is() -> None:
     variables["c"] = {"__replica_restored": lost, "__replica_unlocked": {"changed": True}}
     assert "c): it cannot be reached" in failures_filter.failure_summary(["a", "b", "c"], variables, plan, "deployed")
     assert not failures_filter.are_back(["c"], variables, {"hosts": {"c": 0}}), "it was lost when it was to be restored"
+
+
+def test_a_status_says_what_it_could_not_see() -> None:
+    record = {"rank": 1, "nodes": 2, "stage": "serving", "ready": True, "revision": "r1", "unit": {"active": True}}
+    text = status.text("glm", status.ranks("glm", {"a": (None, None), "b": ({"shards": {"glm": record}}, None)}), ["a", "b"], silent=["a"])
+    assert text.startswith("Replica glm: NOT ready\n") and "rank 0 is on none of the hosts that answered" in text
+    assert text.endswith("a does not answer: whether it has a rank, and how that is, is not known")
