@@ -50,6 +50,10 @@ def removal_summary(hosts: t.Sequence[str], variables: t.Any, replica: str, chec
     return lifecycle.removal_summary(str(replica), _registered(hosts, variables, "__replica_removed"), bool(check), others)
 
 
+def change_summary(plan: t.Mapping[str, t.Any]) -> str:
+    return lifecycle.change_summary(hostvars.plain(plan))
+
+
 def stopped_replicas(facts: t.Any) -> list[str]:
     return lifecycle.stopped_replicas(hostvars.plain(facts))
 
@@ -76,4 +80,5 @@ class FilterModule:
             "are_back": are_back,
             "stopped_replicas": stopped_replicas,
             "removal_summary": removal_summary,
+            "change_summary": change_summary,
         }

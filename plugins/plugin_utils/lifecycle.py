@@ -9,6 +9,7 @@ import typing as t
 
 from ansible_collections.rankzero.inference.plugins.module_utils import small_files
 from ansible_collections.rankzero.inference.plugins.plugin_utils import host_facts, way_back
+from ansible_collections.rankzero.inference.plugins.plugin_utils.convergence import UNPROVEN
 from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings, natural_key
 from ansible_collections.rankzero.inference.plugins.plugin_utils.plan import check_locks
 
@@ -213,6 +214,24 @@ def stopped_replicas(facts: t.Any) -> list[str]:
         return []
     shards = host_facts.normalise(facts)["shards"]
     return sorted(replica for replica, record in shards.items() if record["revision"] and not (record.get("unit") or {}).get("active"))
+
+
+# ---- what a deploy would do
+
+
+def change_summary(plan: t.Mapping[str, t.Any]) -> str:
+    """A line for each rank, by rank: what of it is not as planned. C(plan): of replica_plan, with C(converge) in each shard."""
+    shards = sorted(plan["shards"].items(), key=lambda item: int(item[1]["rank"]))
+    changing = [(host, shard) for host, shard in shards if shard["converge"]["reasons"]]
+    if not changing:
+        lines = ["Replica %s is as planned on all %d rank(s): nothing would change." % (plan["replica"], len(shards))]
+    else:
+        restarted = any(shard["converge"]["restart"] or shard["converge"]["reasons"] != [UNPROVEN] for _host, shard in changing)
+        what = "all its ranks would be written and started together" if restarted else "its ranks would be proven once more, and none restarted"
+        lines = ["Replica %s: %s." % (plan["replica"], what)]
+        lines += ["  rank %d (%s): %s" % (shard["rank"], host, "; ".join(shard["converge"]["reasons"])) for host, shard in changing]
+    lines += ["  %s: what it has of the replica would be removed" % host for host in plan["leaving"]]
+    return "\n".join(lines)
 
 
 # ---- what is left of a replica

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import pathlib
+import random
 import socket
 import subprocess
 import sys
@@ -31,10 +33,15 @@ def _address_block() -> str:
     return f"127.{100 + worker}"
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("0.0.0.0", 0))
-        return int(probe.getsockname()[1])
+def free_port(consecutive: int = 1) -> int:
+    """The first of so many free ports below those that the kernel gives to outgoing connections: what runs beside a test would sometimes get one of them
+    between the choice and the start."""
+    while True:
+        first = random.randrange(10_000, 32_000)
+        with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
+            for port in range(first, first + consecutive):
+                probes.enter_context(socket.socket()).bind(("0.0.0.0", port))
+            return first
 
 
 @pytest.fixture(scope="session")
@@ -72,7 +79,7 @@ def make_fleet(tmp_path: pathlib.Path, library: pathlib.Path) -> Iterator[Callab
     def make(names: list[str], gpus: int = 0, replica: str = "e2e", **variables: Any) -> fleet.Fleet:
         number = next(_numbers)
         hosts = [fleet.Host(name, f"{_address_block()}.{number}.{index + 1}", gpus=gpus) for index, name in enumerate(names)]
-        ports = {"replica_http_port": free_port(), "replica_leader_port": free_port()}
+        ports = {"replica_http_port": free_port(), "replica_leader_port": free_port(10)}
         one = fleet.Fleet(tmp_path / f"fleet{number}", hosts, library, group=f"replica_{replica}", replica_name=replica, **{**ports, **variables})
         made.append(one)
         return one

@@ -65,6 +65,7 @@ def test_life_of_a_replica(make_fleet: MakeFleet, model: pathlib.Path, tmp_path:
     checked = run("deploy_replica", "--check", "--diff", plan_file=str(tmp_path / "plan.json"))
     assert checked.returncode == 0, checked.stdout + checked.stderr
     assert tree(hosts) == empty, "check mode wrote something"
+    assert "all its ranks would be written and started together" in " ".join(checked.stdout.split())
     assert "+NCCL_IB_DISABLE='1'" in checked.stdout and "(secret, new)" in checked.stdout
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert {host: shard["rank"] for host, shard in plan["shards"].items()} == {"gpu-9": 0, "gpu-10": 1}, "ranks follow natural order of names"

@@ -17,7 +17,7 @@ import facts
 import pytest
 
 from ansible_collections.rankzero.inference.plugins.module_utils import observation, requests_in_flight, shard_records
-from ansible_collections.rankzero.inference.plugins.plugin_utils import failures, lifecycle
+from ansible_collections.rankzero.inference.plugins.plugin_utils import convergence, failures, lifecycle
 from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings
 
 LOCK = {
@@ -286,3 +286,15 @@ def test_a_removal_says_what_it_has_seen() -> None:
 def test_a_removal_says_which_hosts_it_was_kept_from() -> None:
     said = lifecycle.removal_summary("glm", {"n1": {"changed": True, "verified": {}}}, False, ["n2"])
     assert said.splitlines()[-1] == "Not looked at: n2. What they have of it is still there; a removal without --limit takes it."
+
+
+def test_a_check_says_what_a_deploy_would_do() -> None:
+    def plan(leaving: list[str] | None = None, **reasons: list[str]) -> dict[str, Any]:
+        shards = {host: {"rank": rank, "converge": {"reasons": found, "restart": False}} for rank, (host, found) in enumerate(reasons.items())}
+        return {"replica": "glm", "shards": shards, "leaving": leaving or []}
+
+    assert lifecycle.change_summary(plan(a=[], b=[])) == "Replica glm is as planned on all 2 rank(s): nothing would change."
+    proven = lifecycle.change_summary(plan(a=["unproven of its own kind"], b=[]))
+    assert proven == "Replica glm: all its ranks would be written and started together.\n  rank 0 (a): unproven of its own kind"
+    assert "none restarted" in lifecycle.change_summary(plan(a=[convergence.UNPROVEN]))
+    assert lifecycle.change_summary(plan(["c"], a=["x", "y"])).splitlines()[1:] == ["  rank 0 (a): x; y", "  c: what it has of the replica would be removed"]
