@@ -12,9 +12,16 @@ from ansible.utils.display import Display
 
 from ansible_collections.rankzero.inference.plugins.plugin_utils import engines, hostvars, lifecycle, run_identity
 from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings, report
+from ansible_collections.rankzero.inference.plugins.plugin_utils.values import Reader
 
 display = Display()
-ARGUMENTS: dict[str, t.Any] = {"host": {"type": "str", "required": True}, "reason": {"type": "str"}, "force": {"type": "bool", "default": False}}
+DEFAULT_TIMEOUT_SECONDS = 300.0
+ARGUMENTS: dict[str, t.Any] = {
+    "host": {"type": "str", "required": True},
+    "reason": {"type": "str"},
+    "timeout": {"type": "raw"},
+    "force": {"type": "bool", "default": False},
+}
 
 
 class ActionModule(ActionBase):
@@ -29,7 +36,10 @@ class ActionModule(ActionBase):
         findings = Findings()
         if not hostvars.text(arguments["reason"]):
             findings.fault("drain_reason", None, "why the host is taken out of service", "Give -e drain_reason='...': whoever finds it cordoned will ask.")
-        drain = lifecycle.drain(str(arguments["host"]), facts, run_identity.owners_that_do_not_count(facts, task_vars), bool(arguments["force"]), findings)
+        timeout = Reader({"drain_timeout": hostvars.plain(arguments["timeout"])}, "", findings).seconds("drain_timeout", DEFAULT_TIMEOUT_SECONDS)
+        ended = run_identity.owners_that_do_not_count(facts, task_vars)
+        inventory = [str(host) for host in (task_vars.get("groups") or {}).get("all") or ()]
+        drain = lifecycle.drain(str(arguments["host"] or ""), facts, inventory, ended, bool(arguments["force"]), findings)
         if findings.faults:
             return {
                 "failed": True,
@@ -39,6 +49,7 @@ class ActionModule(ActionBase):
         for one in drain["replicas"]:
             adapter = engines.load(str(one["engine"]), Findings()) if one["engine"] else None
             one.update(metrics=list(adapter.in_flight_metrics) if adapter else [], metrics_path=adapter.metrics_path if adapter else None)
+        drain["timeout"] = timeout
         display.display(_text(drain))
         return {"changed": False, "drain": drain}
 

@@ -12,6 +12,8 @@ from ansible.plugins.action import ActionBase
 from ansible.utils.display import Display
 
 from ansible_collections.rankzero.inference.plugins.plugin_utils import hostvars
+from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings, report
+from ansible_collections.rankzero.inference.plugins.plugin_utils.values import Reader
 
 display = Display()
 SHOW_SECONDS = 29.0
@@ -20,10 +22,11 @@ ARGUMENTS: dict[str, t.Any] = {
     "replica_root": {"type": "path", "default": "/"},
     "metrics": {"type": "list", "elements": "str", "default": []},
     "metrics_path": {"type": "str"},
-    "timeout": {"type": "float", "default": 300},
+    "timeout": {"type": "raw"},
     "force": {"type": "bool", "default": False},
-    "hold_seconds": {"type": "float", "default": 15},
+    "hold_seconds": {"type": "raw"},
 }
+DEFAULT_SECONDS = {"timeout": 300.0, "hold_seconds": 15.0}
 TO_MODULE = ("replica", "replica_root", "metrics", "metrics_path")
 
 
@@ -36,6 +39,11 @@ class ActionModule(ActionBase):
         super().run(tmp, task_vars)
         self._task.args = {name: value for name, value in self._task.args.items() if value is not None and value != ""}
         _result, options = self.validate_argument_spec(argument_spec=ARGUMENTS)
+        findings = Findings()
+        read = Reader({name: hostvars.plain(options[name]) for name in DEFAULT_SECONDS}, "", findings)
+        options.update({name: read.seconds(name, default) for name, default in DEFAULT_SECONDS.items()})
+        if findings.faults:
+            return {"failed": True, "msg": report(findings.faults, "Not asked, and nothing was changed. Faults")}
         started, shown, before = time.monotonic(), 0.0, object()
         while True:
             left = options["timeout"] - (time.monotonic() - started)

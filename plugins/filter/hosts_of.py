@@ -49,8 +49,10 @@ def hosts_of_replicas(names: t.Any, groups: Groups, limit: t.Any = "", name: t.A
 def known_host(name: t.Any, groups: Groups, limit: t.Any = "") -> str:
     if context.CLIARGS.get("syntax"):
         return str(name or NO_HOSTS)
-    if not name or str(name) not in {str(host) for hosts in groups.values() for host in hosts}:
-        raise AnsibleFilterError("No host '%s' in the inventory: give -e drain_host=HOST." % (name or ""))
+    if not name:
+        raise AnsibleFilterError("drain_host is not set: give -e drain_host=HOST, the name of one host of the inventory.")
+    if str(name) not in {str(host) for hosts in groups.values() for host in hosts}:
+        raise AnsibleFilterError("No host '%s' in the inventory: give -e drain_host=HOST." % name)
     _check_limit(str(name), groups, limit)
     return str(name)
 

@@ -21,6 +21,10 @@ options:
   reason:
     description: Why. Refused without one.
     type: str
+  timeout:
+    description: Seconds above 0 to wait until no request is in flight. It is only checked here, with everything else, and returned.
+    type: float
+    default: 300
   force:
     description: Go on although the rank that serves is on no host of the play, so that nobody knows what is in flight.
     type: bool
@@ -55,7 +59,7 @@ drain:
     - The replicas with the hosts and ranks of each, the host that serves, ranks on hosts that could not be asked, and the metrics of requests in flight.
   returned: success
   type: dict
-  sample: {node: gpu-a, cordoned: false, replicas: [{replica: glm, engine: vllm, hosts: {gpu-a: 0, gpu-b: 1}, missing: [], serving: gpu-a}]}
+  sample: {node: gpu-a, cordoned: false, replicas: [{replica: glm, engine: vllm, hosts: {gpu-a: 0, gpu-b: 1}, missing: [], serving: gpu-a}], timeout: 300}
 faults:
   description: Why the host cannot be drained, as C({host, rank, field, seen, wanted, hint}).
   returned: failure

@@ -167,20 +167,15 @@ def _has(record: Facts) -> str:
 # ---- a host without replicas
 
 
-def drain(node: str, facts: t.Mapping[str, t.Any], ended: t.Collection[str], force: bool, findings: Findings) -> dict[str, t.Any]:
+def drain(node: str, facts: t.Mapping[str, t.Any], inventory: t.Collection[str], ended: t.Collection[str], force: bool, findings: Findings) -> dict[str, t.Any]:
     """What has to stop so that nothing runs on C(node): every replica with a rank there, on all of its hosts (one replica, one fate). {} with faults.
 
     C({node, cordoned: bool, replicas: [{replica, engine, hosts: {host: rank}, missing: [rank], serving: host|null}]}).  C(facts): host -> node facts of all
-    hosts that could be asked; hosts that are not among them are what C(missing) ranks are on.
+    hosts of the play, None for one that could not be asked; C(missing) ranks are on those, or on hosts outside of the play.  C(inventory): all its hosts.
     """
     known = {host: host_facts.normalise(found) for host, found in facts.items() if not host_facts.problem(found)}
     if node not in known:
-        findings.fault(
-            "drain_host",
-            node,
-            "a host of the inventory that can be reached",
-            "Give -e drain_host=HOST, and drain_hosts (all) as a pattern that has the hosts of its replicas too.",
-        )
+        _not_looked_at(node, facts, inventory, findings)
         return {}
     replicas = [_stopping(replica, record, known) for replica, record in sorted(known[node]["shards"].items())]
     for one in replicas:
@@ -193,6 +188,25 @@ def drain(node: str, facts: t.Mapping[str, t.Any], ended: t.Collection[str], for
                 "Take its host into drain_hosts, or stop the replica whatever is in flight, with -e drain_force=true.",
             )
     return {} if findings.faults else {"node": node, "cordoned": bool(known[node]["cordoned"]), "replicas": replicas}
+
+
+def _not_looked_at(node: str, facts: t.Mapping[str, t.Any], inventory: t.Collection[str], findings: Findings) -> None:
+    """Why nothing is known of the host to drain: it has no such name, this run leaves it out, or it did not answer."""
+    if not node or node not in {*inventory, *facts}:
+        findings.fault(
+            "drain_host", node or None, "the name of one host of the inventory", "Give -e drain_host=HOST; ansible-inventory --graph lists the hosts."
+        )
+    elif node not in facts:
+        findings.fault(
+            "drain_host", node, "one of the hosts of this run", "Give drain_hosts (all) and --limit that take in this host and the others of its replicas."
+        )
+    else:
+        findings.fault(
+            "drain_host",
+            "%s, which could not be asked: %s" % (node, host_facts.problem(facts[node])),
+            "a host that answers",
+            "The task that gathers its facts says why: mend that, and drain it again. Nothing can be stopped or written down on a host that is down.",
+        )
 
 
 def _stopping(replica: str, record: Facts, known: t.Mapping[str, Facts]) -> dict[str, t.Any]:

@@ -10,6 +10,7 @@ they mean: C("") is unset, C("8") is 8, C("yes") is true.
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import typing as t
 
@@ -95,6 +96,20 @@ class Reader:
         number = as_integer(value)
         if number is None or not low <= number <= high:
             self.wrong(field, value, "a whole number from %d to %d" % (low, high))
+            return default
+        return number
+
+    def seconds(self, field: str, default: float) -> float:
+        """A length of time, which is above 0 and ends."""
+        value = self._get(field)
+        if value is None:
+            return default
+        try:
+            number = math.nan if isinstance(value, bool) else float(value)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if not 0 < number < math.inf:
+            self.wrong(field, value, "a number of seconds above 0", "Write it without a unit: 300.")
             return default
         return number
 

@@ -339,6 +339,8 @@ def test_a_host_is_drained_and_comes_back(make_fleet: MakeFleet, model: pathlib.
     asking.start()
     busy = refused(hosts.run("drain_node", extra={**extra, "drain_timeout": 1}))
     assert "still has 1 request(s) in flight after 1 s" in busy and proven(hosts) and no_locks(hosts), busy
+    checked = ok(hosts.run("drain_node", "--check", extra={**extra, "drain_force": True}))
+    assert "Would stop: life. Back with" in checked and "Stopped" not in checked and proven(hosts), checked
     drained = ok(hosts.run("drain_node", extra=extra))
     asking.join()
     assert answers == [200], "the request came to its end"
@@ -356,9 +358,25 @@ def test_a_host_is_drained_and_comes_back(make_fleet: MakeFleet, model: pathlib.
     assert "cordoned by" in refused(hosts.run("deploy_replica", extra=extra)) and "Undrain the host first" in refused(hosts.run("restart_replica", extra=extra))
     back = ok(hosts.run("undrain_node", extra=extra))
     assert "Stopped, and not started by this: life. Start one with: ansible-playbook rankzero.inference.restart_replica -e replica_name=life" in back, back
-    assert not cordon.exists() and hosts.marked() == []
+    assert "gpu-b is in service again." in back and not cordon.exists() and hosts.marked() == []
     ok(hosts.run("restart_replica", extra=extra))
     assert proven(hosts)
+
+
+@pytest.mark.slow
+def test_what_is_said_of_a_host_without_replicas(make_fleet: MakeFleet) -> None:
+    """Nothing is waited for there, and still all faults come at once; nothing is said to have been done that was not."""
+    hosts = make_fleet(["gpu-a"])
+    extra = {"drain_host": "gpu-a", "drain_reason": "fan 3"}
+    told = refused(hosts.run("drain_node", extra={"drain_host": "gpu-x", "drain_timeout": "abc"}))
+    assert "drain_timeout: seen abc, wanted a number of seconds above 0" in told and "Give -e drain_reason" in told and "seen gpu-x" in told, told
+    assert "drain_timeout: seen 0" in refused(hosts.run("drain_node", extra={**extra, "drain_timeout": 0}))
+    drained = hosts.run("drain_node", "--check", extra=extra)
+    ok(drained)
+    assert "gpu-a would be drained and cordoned. Back with" in drained.stdout, drained.stdout
+    back = ok(hosts.run("undrain_node", extra=extra))
+    assert "gpu-a was not cordoned: nothing to do." in back and "in service again" not in back, back
+    assert "drain_host is not set" in " ".join(hosts.run("undrain_node").stderr.split())
 
 
 def slow_request(url: str, key: str, body: Any) -> int:

@@ -42,6 +42,7 @@ def test_each_of_several_replicas_has_hosts() -> None:
 
 def test_a_host_is_in_the_inventory_by_its_own_name() -> None:
     assert hosts_of.known_host("gpu-c", GROUPS) == "gpu-c"
-    for name in ("gpu-x", "", "all", "gpu-*"):
+    assert "drain_host is not set" in refused(hosts_of.known_host, "", GROUPS)
+    for name in ("gpu-x", "all", "gpu-*"):
         assert f"No host '{name}' in the inventory" in refused(hosts_of.known_host, name, GROUPS)
     assert "leaves none" in refused(hosts_of.known_host, "gpu-c", GROUPS, "gpu-a")

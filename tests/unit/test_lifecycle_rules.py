@@ -117,20 +117,34 @@ def test_a_rollback_between_two_revisions_finishes_what_was_begun() -> None:
 def test_a_host_is_drained_with_every_host_of_its_replicas() -> None:
     findings = Findings()
     seen = {"a": host(0), "b": host(1), "c": None}
-    assert lifecycle.drain("b", seen, (), False, findings) == {
+    assert lifecycle.drain("b", seen, "abcd", (), False, findings) == {
         "node": "b",
         "cordoned": False,
         "replicas": [{"replica": "glm", "engine": "vllm", "hosts": {"a": 0, "b": 1}, "missing": [], "serving": "a"}],
     }
-    assert lifecycle.drain("c", seen, (), False, findings) == {} and "can be reached" in findings.faults[0].text()
     findings = Findings()
-    assert lifecycle.drain("b", {"b": host(1)}, (), False, findings) == {} and "rank(s) 0 on no host that could be asked" in findings.faults[0].text()
-    assert lifecycle.drain("b", {"b": host(1)}, (), True, Findings())["replicas"][0]["missing"] == [0]
-    assert lifecycle.drain("b", {"a": host(0, locks={"glm": LOCK}), "b": host(1)}, (), False, findings) == {}
-    assert lifecycle.drain("d", {"d": {"schema": 1}}, (), False, Findings())["replicas"] == []
+    assert lifecycle.drain("b", {"b": host(1)}, "abcd", (), False, findings) == {} and "rank(s) 0 on no host that could be asked" in findings.faults[0].text()
+    assert lifecycle.drain("b", {"b": host(1)}, "abcd", (), True, Findings())["replicas"][0]["missing"] == [0]
+    assert lifecycle.drain("b", {"a": host(0, locks={"glm": LOCK}), "b": host(1)}, "abcd", (), False, findings) == {}
+    assert lifecycle.drain("d", {"d": {"schema": 1}}, "abcd", (), False, Findings())["replicas"] == []
     stopped = host(0)
     stopped["shards"]["glm"]["unit"]["active"] = False
     assert lifecycle.stopped_replicas(stopped) == ["glm"] and lifecycle.stopped_replicas(host(0)) == [] and lifecycle.stopped_replicas(None) == []
+
+
+@pytest.mark.parametrize(
+    ("node", "told"),
+    [
+        ("c", "seen c, which could not be asked: no node facts, wanted a host that answers. The task that gathers its facts says why"),
+        ("d", "seen d, wanted one of the hosts of this run. Give drain_hosts"),
+        ("e", "seen e, wanted the name of one host of the inventory. Give -e drain_host=HOST"),
+        ("", "seen nothing, wanted the name of one host of the inventory"),
+    ],
+)
+def test_a_host_that_cannot_be_drained_is_unknown_or_left_out_or_silent(node: str, told: str) -> None:
+    findings = Findings()
+    assert lifecycle.drain(node, {"a": host(0), "b": host(1), "c": None}, "abcd", (), False, findings) == {}
+    assert [told in fault.text() for fault in findings.faults] == [True], findings.faults
 
 
 def test_a_failure_says_what_was_to_be_done_and_what_is_there_now() -> None:

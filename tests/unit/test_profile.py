@@ -199,6 +199,19 @@ def test_the_profile_is_plain_data_in_the_order_given() -> None:
 # ---- values
 
 
+@pytest.mark.parametrize(("value", "seconds"), [(None, 300), ("", 300), ("90", 90), (0.5, 0.5), ("1e2", 100)])
+def test_a_number_of_seconds(value: Any, seconds: float) -> None:
+    findings = Findings()
+    assert Reader({"wait": value}, "", findings).seconds("wait", 300) == seconds and not findings.faults
+
+
+@pytest.mark.parametrize("value", ["abc", "5m", 0, "0", -1, "inf", "nan", True, [5], {"a": 1}, 10**400])
+def test_what_is_no_number_of_seconds_is_a_fault(value: Any) -> None:
+    findings = Findings()
+    assert Reader({"wait": value}, "", findings).seconds("wait", 300) == 300
+    assert [(fault.field, fault.wanted) for fault in findings.faults] == [("wait", "a number of seconds above 0")]
+
+
 @pytest.mark.parametrize(
     ("value", "number"),
     [
