@@ -56,7 +56,7 @@ def choose_revision(
             "shards.%s.revisions" % replica,
             seen,
             "revision %s, whole, on every rank%s" % (revision, ": " + wrong if where is not None else ""),
-            "Name one that all ranks have, with -e revision=FINGERPRINT, or deploy.",
+            _other_revisions(records) if goal == "previous" or wanted else "Deploy the replica, on all of its hosts.",
             host=where,
         )
     if findings.faults:
@@ -153,10 +153,19 @@ def _previous(replica: str, records: Records, known: t.Mapping[str, Facts], find
             "shards.%s.previous" % replica,
             _has(record),
             "one revision before the present one on all ranks",
-            "Name one that all ranks have, with -e revision=FINGERPRINT.",
+            _other_revisions(records),
             host=host,
         )
     return None
+
+
+def _other_revisions(records: Records) -> str:
+    """What to do where the revision cannot be had: name one that can, if there is any."""
+    kept = dict.fromkeys(entry["revision"] for record in records.values() for entry in record["revisions"])  # in the order of the hosts
+    others = [revision for revision in kept if _whole(revision, records) and any(record["revision"] != revision for record in records.values())]
+    if not others:
+        return "No other revision is whole on all ranks, one on each host of this run: there is nothing to go back to. Deploy what is to run."
+    return "Name one that all ranks have, with -e revision=FINGERPRINT, or deploy: %s." % ", ".join(others)
 
 
 def _has(record: Facts) -> str:

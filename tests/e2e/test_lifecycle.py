@@ -187,7 +187,10 @@ def test_rollbacks_that_cannot_be_and_a_new_key(make_fleet: MakeFleet, model: pa
     assert "Deploy it first" in refused(run("rollback_replica"))
     ok(run("deploy_replica", replica_api_key=old_key))
     first = current(hosts)
-    assert "current %s, previous none, kept: %s" % (first[0], first[0]) in refused(run("rollback_replica"))
+    only = refused(run("rollback_replica"))
+    assert "current %s, previous none, kept: %s" % (first[0], first[0]) in only and "there is nothing to go back to" in only and "FINGERPRINT" not in only
+    same = ok(run("rollback_replica", revision=first[0]))
+    assert "That is the one which was there before" in same and "second rollback" not in same and current(hosts) == first, same
     ok(run("deploy_replica", "--max-model-len", "2048", replica_api_key=old_key))
     second = current(hosts)
     named = refused(run("rollback_replica", revision="0123456789abcdef"))
@@ -210,6 +213,7 @@ def test_rollbacks_that_cannot_be_and_a_new_key(make_fleet: MakeFleet, model: pa
     assert request(url_of(hosts), "/v1/models", old_key)[0] == 401 and request(url_of(hosts), "/v1/models", new_key)[0] == 200
     assert not (hosts.root("gpu-b") / "etc/rankzero" / NAME / "current/secrets/api_key").exists(), "the key is the leader's only"
     again = run("rotate_api_key", "--max-model-len", "2048", replica_api_key=new_key)
+    assert "New key" not in again.stdout and "The key, which is not new: 200. Old key: 401." in ok(again)
     assert "Nothing to do" in ok(again) and recap(again.stdout, "gpu-a")["changed"] == 0
     assert "There is no new key" in refused(run("rotate_api_key", "--max-model-len", "2048", replica_api_key=""))
     assert all(key not in output for output in outputs for key in (old_key, new_key))
