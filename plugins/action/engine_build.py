@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import typing as t
 
 from ansible.errors import AnsibleActionFail
@@ -12,12 +13,13 @@ from ansible.plugins.action import ActionBase
 from ansible.utils.display import Display
 
 from ansible_collections.rankzero.inference.plugins.module_utils import models
+from ansible_collections.rankzero.inference.plugins.module_utils.engine_probe import option
 from ansible_collections.rankzero.inference.plugins.plugin_utils import collection_files, controller_files, engines, hostvars
 from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings, report
 
 display = Display()
 ARGUMENTS: dict[str, t.Any] = {
-    "engine": {"type": "str", "required": True},
+    "engine": {"type": "str"},
     "name": {"type": "str", "default": "default"},
     "path": {"type": "str"},
     "install": {"type": "dict"},
@@ -43,9 +45,15 @@ class ActionModule(ActionBase):
         self._task.args = {key: value for key, value in self._task.args.items() if hostvars.text(value) is not None}
         _result, arguments = self.validate_argument_spec(argument_spec=ARGUMENTS)
         findings = Findings()
-        adapter = engines.load(str(arguments["engine"]), findings)
+        name = hostvars.text(arguments["engine"])
+        if name is None:
+            known = {built_in: engines.load(built_in, findings) for built_in in engines.BUILT_IN}
+            built = [built_in for built_in, one in known.items() if one and one.needs_build]
+            raise AnsibleActionFail("%s is not set: give one of %s" % (option("engine"), ", ".join(built)))
+        adapter = engines.load(name, findings)
         if adapter is None:
-            raise AnsibleActionFail(report(findings.faults, "The build cannot be registered"))
+            faults = [dataclasses.replace(fault, field=option(fault.field)) for fault in findings.faults]
+            raise AnsibleActionFail(report(faults, "The build cannot be registered. Faults"))
         if not adapter.needs_build:
             raise AnsibleActionFail("engine %s needs no build: it is part of the collection" % adapter.name)
         more: dict[str, t.Any] = {
@@ -82,13 +90,13 @@ class ActionModule(ActionBase):
         try:
             path = controller_files.find(archive, lambda name: self._find_needle("files", name))
         except AnsibleActionFail as error:
-            raise AnsibleActionFail("install.archive: %s" % error) from None
+            raise AnsibleActionFail("%s: %s" % (option("archive"), error)) from None
         try:
-            seen, wanted = models.sha256(controller_files.regular(path, "install.archive")), str(install.get("sha256") or "")
+            seen, wanted = models.sha256(controller_files.regular(path, option("archive"))), str(install.get("sha256") or "")
         except OSError as error:
-            raise AnsibleActionFail("install.archive: %s cannot be read: %s" % (path, error.strerror or error)) from error
+            raise AnsibleActionFail("%s: %s cannot be read: %s" % (option("archive"), path, error.strerror or error)) from None
         if wanted and seen != wanted:
-            raise AnsibleActionFail("install.sha256: %s has sha256 %s, and %s is wanted" % (path, seen, wanted))
+            raise AnsibleActionFail("%s: %s has sha256 %s, and %s is wanted" % (option("sha256"), path, seen, wanted))
         return path
 
     def _with_archive(self, local: str, arguments: t.Mapping[str, t.Any], task_vars: t.Any) -> dict[str, t.Any]:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ansible_collections.rankzero.inference.plugins.module_utils import archives, downloads, engine_probe, models, small_files
+from ansible_collections.rankzero.inference.plugins.module_utils.engine_probe import option
 
 RunCommand = Callable[..., "tuple[int, str, str]"]
 ROOT = "opt/rankzero/engines"
@@ -52,39 +53,45 @@ def check(install: Mapping[str, Any]) -> None:
     method = install["method"]
     if method == "venv":
         if not install["requirements"]:
-            raise InstallError("requirements is empty: name the packages, such as vllm==0.33.0")
+            raise InstallError("%s is empty: name the packages, such as vllm==0.33.0" % option("requirements"))
         for requirement in install["requirements"]:
             if not _PINNED.match(requirement):
                 raise InstallError(
-                    "requirements has %r: a pinned one is wanted, such as vllm==0.33.0 or ray[cgraph]==2.60.0, "
-                    "or NAME @ https://...whl#sha256=..., or NAME @ file:///path/of/a.whl" % requirement
+                    "%s has %r: a pinned one is wanted, such as vllm==0.33.0 or ray[cgraph]==2.60.0, "
+                    "or NAME @ https://...whl#sha256=..., or NAME @ file:///path/of/a.whl" % (option("requirements"), requirement)
                 )
             if downloads.secret_parts(requirement.partition("@")[2].strip().partition("#")[0]):
                 raise InstallError(
-                    "requirements has an address of %s with a password or a query, which everybody on the host would see among pip's arguments: "
-                    "name the package, and give the password in index_url or extra_index_urls" % requirement.partition("@")[0].strip()
+                    "%s has an address of %s with a password or a query, which everybody on the host would see among pip's arguments: "
+                    "name the package, and give the password in %s or %s"
+                    % (option("requirements"), requirement.partition("@")[0].strip(), option("index_url"), option("extra_index_urls"))
                 )
     if method in ("archive", "source"):
         if not install["archive"]:
-            raise InstallError("archive is not set: give an http(s) address, or a path on the controller")
+            raise InstallError("%s is not set: give an http(s) address, or a path on the controller" % option("archive"))
         if not re.match(r"[0-9a-f]{64}\Z", install["sha256"] or ""):
-            raise InstallError("sha256 is %r: the 64 lower-case hexadecimal digits of the archive are wanted" % install["sha256"])
+            raise InstallError("%s is %r: the 64 lower-case hexadecimal digits of the archive are wanted" % (option("sha256"), install["sha256"]))
     if method == "image":
         _check_image(install)
     if method == "package" and not re.match(r"[A-Za-z0-9][A-Za-z0-9.+_-]*\Z", install["package"] or ""):
-        raise InstallError("package is %r: the name of a package of the distribution is wanted" % install["package"])
+        raise InstallError("%s is %r: the name of a package of the distribution is wanted" % (option("package"), install["package"]))
 
 
 def _check_image(install: Mapping[str, Any]) -> None:
     if bool(install["image"]) == bool(install["archive"]):
-        raise InstallError("image and archive are %s set: name an image by its digest, or an archive of one" % ("both" if install["image"] else "not"))
+        raise InstallError(
+            "%s and %s are %s set: name an image by its digest, or an archive of one"
+            % (option("image"), option("archive"), "both" if install["image"] else "not")
+        )
     if install["image"] and not re.match(r"[a-z0-9][A-Za-z0-9._:/-]*@sha256:[0-9a-f]{64}\Z", install["image"]):
-        raise InstallError("image is %r: one with its digest is wanted, NAME@sha256:..., for a tag is another image tomorrow" % install["image"])
+        raise InstallError(
+            "%s is %r: one with its digest is wanted, NAME@sha256:..., for a tag is another image tomorrow" % (option("image"), install["image"])
+        )
     if install["archive"] and not re.match(r"[0-9a-f]{64}\Z", install["sha256"] or ""):
-        raise InstallError("sha256 is %r: the 64 lower-case hexadecimal digits of the archive are wanted" % install["sha256"])
+        raise InstallError("%s is %r: the 64 lower-case hexadecimal digits of the archive are wanted" % (option("sha256"), install["sha256"]))
     for path in install["mounts"]:
         if not os.path.isabs(path) or ":" in path or not path.isprintable() or os.path.normpath(path) in ("/", "/etc", "/run", "/var", "/proc", "/sys", "/dev"):
-            raise InstallError("mounts has %r: an absolute path of models, without :, is wanted" % path)
+            raise InstallError("%s has %r: an absolute path of models, without :, is wanted" % (option("mounts"), path))
 
 
 def digest(install: Mapping[str, Any]) -> str:
@@ -193,7 +200,7 @@ class Store:
         more: dict[str, str] = {}
         if install["wheels"]:
             if not os.path.isdir(install["wheels"]):
-                raise InstallError("wheels is %s, and there is no such directory on the host" % install["wheels"])
+                raise InstallError("%s is %s, and there is no such directory on the host" % (option("wheels"), install["wheels"]))
             command += ["--no-index", "--find-links", install["wheels"]]
             more["PIP_CONFIG_FILE"] = os.devnull
         if install["index_url"]:  # in the environment: it may hold a password, and everybody sees arguments

@@ -78,17 +78,25 @@ class ProbeError(Exception):
     """A build cannot be used. The text says which program, what it did, and what to do."""
 
 
+def option(name: str) -> str:
+    """An option of the module engine_build by both its names: whoever runs a playbook has set the variable of the role."""
+    return "%s (engine_%s in the playbooks)" % (name, {"engine": "name", "name": "build_name"}.get(name, name))
+
+
 def find_programs(path: str, names: Sequence[str], optional: Sequence[str]) -> dict[str, str]:
     """C({program name: absolute path}) in a directory, or beside a program whose path is given."""
     if not os.path.isabs(path):
-        raise ProbeError("%s is no absolute path" % path)
+        raise ProbeError("%s %s is no absolute path: give the directory of the build's programs on the host, such as /opt/vllm/bin" % (option("path"), path))
     if "=" in path:
         raise ProbeError("%s has a = in it, and env(1) would take it for a variable: install the build under another path" % path)
     directory = path if os.path.isdir(path) else os.path.dirname(path)
     found = {name: os.path.join(directory, name) for name in [*names, *optional] if os.access(os.path.join(directory, name), os.X_OK)}
     missing = [name for name in names if name not in found]
     if missing:
-        raise ProbeError("no executable %s in %s" % (", ".join(missing), directory))
+        raise ProbeError(
+            "no executable %s in %s%s: give the directory of the build's programs on the host as %s, or install a build with the playbook install_engine"
+            % (", ".join(missing), directory, "" if os.path.isdir(directory) else ", which is not there", option("path"))
+        )
     return found
 
 

@@ -319,7 +319,7 @@ class Build:
                     self.name,
                     self.engine,
                     ", ".join(held),
-                    " (rollbacks: false removes a build that is only kept)" if all(one.endswith(")") for one in held) else "",
+                    " (false for %s removes a build that is only kept)" % engine_probe.option("rollbacks") if all(one.endswith(")") for one in held) else "",
                 )
             )
         if there:
@@ -432,11 +432,12 @@ class Build:
         missing = engine_probe.missing_gpus(devices, seen["gpus"])
         if missing:
             raise engine_probe.ProbeError(
-                "it sees %s, and not %s. %sA build without GPU support serves from the CPU; all_gpus: false takes it for profiles without GPUs"
+                "it sees %s, and not %s. %sA build without GPU support serves from the CPU; false for %s takes it for profiles without GPUs"
                 % (
                     ", ".join("%s (%s)" % (device["name"], device["description"]) for device in devices) or "no devices",
                     ", ".join(missing),
                     "The driver: %s. " % seen["drivers_nvidia"]["message"] if seen["drivers_nvidia"].get("message") else "",
+                    engine_probe.option("all_gpus"),
                 )
             )
 
@@ -478,13 +479,20 @@ def main() -> None:
     module = AnsibleModule(argument_spec=ARGUMENTS, supports_check_mode=True)
     for field in ("engine", "name"):
         if not _NAME.match(module.params[field]):
-            module.fail_json(msg="%s %r: letters, digits, . _ and - are wanted, and a letter or digit first" % (field, module.params[field]))
+            module.fail_json(
+                msg="%s %r: letters, digits, . _ and - are wanted, and a letter or digit first" % (engine_probe.option(field), module.params[field])
+            )
     install, path = module.params["install"], module.params["path"]
     downloads.hide(module.no_log_values, *([install["archive"], *map(_address, install["requirements"])] if install else []))
     if module.params["state"] == "present" and not install and not path:
-        module.fail_json(msg="neither path nor install is set: name the directory of a build that is there, or say how to install one")
+        module.fail_json(
+            msg="neither %s nor %s is set: name the directory of a build that is there, or say how to install one"
+            % (engine_probe.option("path"), engine_probe.option("install"))
+        )
     if install and path and install["method"] != "package":
-        module.fail_json(msg="path and install are both set: a build is either there, or to be installed")
+        module.fail_json(
+            msg="%s and %s are both set: a build is either there, or to be installed" % (engine_probe.option("path"), engine_probe.option("install"))
+        )
     build = Build(module)
     try:
         (build.present if module.params["state"] == "present" else build.absent)()

@@ -92,15 +92,18 @@ def test_what_cannot_be_installed_is_refused_and_nothing_is_registered(make_flee
     for extra, text in (
         ({**good, "engine_archive": "/nonexistent.tar.gz"}, "there is no file or directory /nonexistent.tar.gz on the controller"),
         ({**good, "engine_sha256": "0" * 64}, "has sha256 %s, and %s is wanted" % (good["engine_sha256"], "0" * 64)),
-        ({**good, "engine_sha256": ""}, "sha256 is None: the 64 lower-case hexadecimal digits"),
+        ({**good, "engine_sha256": ""}, "sha256 (engine_sha256 in the playbooks) is None: the 64 lower-case hexadecimal digits"),
         (installs("venv", "vllm", engine_requirements=["vllm"]), "a pinned one is wanted"),
-        (installs("venv", "vllm"), "requirements is empty"),
+        (installs("venv", "vllm"), "requirements (engine_requirements in the playbooks) is empty"),
         (installs("package", engine_package="no-such-package"), ""),
-        ({**good, "engine_path": "/usr/bin"}, "path and install are both set"),
-        (installs("", engine_path=""), "neither path nor install is set"),
+        ({**good, "engine_path": "/usr/bin"}, "path (engine_path in the playbooks) and install (engine_install in the playbooks) are both set"),
+        (installs("", engine_path=""), "neither path (engine_path in the playbooks) nor install (engine_install in the playbooks) is set"),
         (wrong, "ended with 1: no backend"),
     ):
         assert text in run(hosts, "install_engine", fails=True, **extra), extra
+    for engine, text in (("", "engine (engine_name in the playbooks) is not set: give one of llamacpp, sglang, vllm"), ("vlm", "Did you mean vllm?")):
+        told = run(hosts, "check_engines", fails=True, engine_name=engine, engine_path="/opt/vllm/bin")
+        assert text in told and "engine_name in the playbooks" in told and "caused by" not in told.lower(), told
     assert not (hosts.root("node-a") / "etc/rankzero/engines.d").exists()
 
 
@@ -108,7 +111,11 @@ def test_on_a_gpu_host_the_build_must_see_every_gpu(make_fleet: MakeFleet, tmp_p
     hosts = make_fleet(["node-a"], gpus=2)
     blind = archive(tmp_path / "one.tar.xz")
     told = run(hosts, "install_engine", fails=True, **blind)
-    assert "it sees no devices, and not GPU 0 (NVIDIA H100 80GB HBM3, GPU-" in told and "GPU 1 (" in told
+    assert (
+        "it sees no devices, and not GPU 0 (NVIDIA H100 80GB HBM3, GPU-" in told
+        and "GPU 1 (" in told
+        and "false for all_gpus (engine_all_gpus in the playbooks)" in told
+    )
     assert not (hosts.root("node-a") / "etc/rankzero/engines.d").exists()
     run(hosts, "install_engine", changed=1, engine_all_gpus=False, **blind)
     device = "'  CUDA%d: NVIDIA H100 80GB HBM3 (81008 MiB, 80559 MiB free)'"

@@ -113,7 +113,7 @@ def test_the_fingerprint_of_a_virtual_environment_is_not_of_its_place(tmp_path: 
 @pytest.mark.parametrize(
     ("requirements", "text"),
     [
-        ([], "requirements is empty"),
+        ([], "in the playbooks\\) is empty"),
         (["vllm"], "a pinned one is wanted"),
         (["vllm>=0.33"], "a pinned one"),
         (["vllm==0.*"], "a pinned one"),

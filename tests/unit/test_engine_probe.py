@@ -44,8 +44,9 @@ def test_programs_are_found_in_a_directory_or_beside_one(tmp_path: pathlib.Path)
         assert engine_probe.find_programs(path, ["llama-server"], ["ggml-rpc-server", "no-such"]) == {"llama-server": first, "ggml-rpc-server": second}
     for path, text in (
         ("llama-server", "no absolute path"),
-        (str(tmp_path), "no executable llama-server in"),
-        (str(tmp_path / "x/llama-server"), "no executable"),
+        ("llama-server", r"path \(engine_path in the playbooks\) llama-server is no absolute path: give the directory of the build's programs"),
+        (str(tmp_path), "no executable llama-server in %s: give the directory" % tmp_path),
+        (str(tmp_path / "x/llama-server"), "no executable llama-server in %s/x, which is not there: give the directory" % tmp_path),
         ("/opt/a=b/llama-server", "env\\(1\\)"),
     ):
         with pytest.raises(ProbeError, match=text):
