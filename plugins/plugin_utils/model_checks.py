@@ -34,6 +34,10 @@ def check(ranks: t.Sequence[Rank], profile: Profile, engine: Engine, findings: F
     _check_memory(ranks, profile, engine, findings)
 
 
+def _adapter(profile: Profile, field: str) -> Adapter | None:
+    return next((adapter for adapter in profile.adapters if field == "adapters.%s" % adapter.name), None)
+
+
 def _paths(profile: Profile) -> list[tuple[str, str]]:
     return [("model_path", profile.model_path)] + [("adapters.%s" % adapter.name, adapter.path) for adapter in profile.adapters]
 
@@ -41,8 +45,8 @@ def _paths(profile: Profile) -> list[tuple[str, str]]:
 def check_readable(host: str, rank: int | None, facts: t.Mapping[str, t.Any], profile: Profile, findings: Findings) -> None:
     """The model and every adapter must be there and be readable by the service's user; facts that do not say are a warning."""
     for field, path in _paths(profile):
-        if not path:
-            continue
+        if not path.startswith("/"):
+            continue  # unset, or refused with the profile: no host is asked for it
         model = facts["models"].get(path)
         if model is None:
             findings.warn(
@@ -51,7 +55,12 @@ def check_readable(host: str, rank: int | None, facts: t.Mapping[str, t.Any], pr
         elif not model.get("exists") and any(adapter.path == path and adapter.source for adapter in profile.adapters):
             findings.warn(field, "no %s" % path, "a file or directory on the host", "The deploy fetches it, and plans again with it.", host=host, rank=rank)
         elif not model.get("exists"):
-            findings.fault(field, "no %s" % path, "a file or directory on the host", "Copy the model there, or correct the path.", host=host, rank=rank)
+            hint = (
+                "Copy the adapter there, correct its path, or give its source: a deploy fetches it then."
+                if _adapter(profile, field)
+                else "Copy the model there, or correct the path."
+            )
+            findings.fault(field, "no %s" % path, "a file or directory on the host", hint, host=host, rank=rank)
         elif not model.get("readable"):
             findings.fault(
                 field,
@@ -93,7 +102,7 @@ def _check_place(one: Rank, profile: Profile, findings: Findings) -> None:
 def _check_same_files(ranks: t.Sequence[Rank], profile: Profile, engine: Engine, findings: Findings) -> None:
     """Every rank loads the same content, as far as facts tell it: size, samples of every file, and its checksum where that was asked for."""
     for field, path in _paths(profile):
-        wanted = next((adapter for adapter in profile.adapters if field == "adapters.%s" % adapter.name), None)
+        wanted = _adapter(profile, field)
         seen: tuple[Rank, tuple[t.Any, ...]] | None = None
         for one in ranks:
             model = one.facts["models"].get(path)

@@ -85,13 +85,15 @@ def examine(host: str, facts: Facts, profile: Profile, replica: str, stated_rank
 def _examine_gpus(candidate: Candidate, profile: Profile, replica: str) -> None:
     driver = candidate.facts["drivers"].get("nvidia") or {}
     gpus = candidate.facts["gpus"]
-    if driver.get("state") not in (None, "ok", "gpus_missing") and not any(gpu.get("uuid") for gpu in gpus):
+    fine = (None, "ok", "gpus_missing") if gpus else (None, "ok")  # of GPUs that are listed each says itself what it lacks
+    if driver.get("state") not in fine and not any(gpu.get("uuid") for gpu in gpus):
         candidate.problem(
             "drivers.nvidia",
             "%s: %s" % (driver.get("state"), driver.get("message") or ""),
             "a working NVIDIA driver that pynvml can ask",
-            str(driver.get("hint") or ""),
+            str(driver.get("hint") or "Mend the driver, or take another host; for a profile without GPUs set gpus_per_node: 0."),
         )
+        return  # no GPU is free for one reason, and nobody can free it
     refused = []
     for gpu in gpus:
         reason = why_not(gpu, profile, replica) or _given_away(gpu, candidate.facts["shards"], replica)
@@ -114,6 +116,8 @@ def _enough_gpus(gpus: t.Sequence[Gpu], profile: Profile) -> str:
     """What to do; a class that none of the GPUs has is no matter of free ones. A GPU without a model, for it is broken, says nothing of its class."""
     if gpus and profile.gpu_class and not any(not gpu.get("model") or of_class(gpu, profile.gpu_class) for gpu in gpus):
         return "Correct gpu_class, or take another host."
+    if len(gpus) < profile.gpus_per_node:
+        return "Lower gpus_per_node, or take another host: this one does not have so many GPUs."
     return "Free the GPUs, lower gpus_per_node, or take another host."
 
 

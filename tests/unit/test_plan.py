@@ -452,11 +452,23 @@ def test_gpus_are_sticky_then_near_the_hcas_then_in_pci_order() -> None:
     assert env(good({"n1": found}, wanted), "n1")["CUDA_VISIBLE_DEVICES"] == "GPU-0001-0000,GPU-0001-0002"
 
 
-@pytest.mark.parametrize("state", ["driver_not_loaded", "version_mismatch", "library_missing", "no_gpu", "not_permitted"])
+@pytest.mark.parametrize("state", ["driver_not_loaded", "version_mismatch", "library_missing", "no_gpu", "not_permitted", "gpus_missing"])
 def test_a_driver_that_does_not_work_is_said(state: str) -> None:
     found = plan({"n1": node(1, gpus=0, drivers={"nvidia": {"state": state, "message": "a message", "hint": "Do this."}})}, profile(**ONE))
     fault = with_fault(found, "n1", "drivers.nvidia")
     assert fault["seen"] == "%s: a message" % state and fault["hint"] == "Do this."
+    assert len(found["faults"]) == 1, "there is nothing to free"
+    silent = {**gpu(1, 0), "uuid": None}
+    found = plan({"n1": node(1, gpus=0, drivers={"nvidia": {"state": "no_gpu", "message": "a message", "hint": None}})}, profile(**ONE))
+    assert "take another host" in with_fault(found, "n1", "drivers.nvidia")["hint"]
+    if state != "gpus_missing":
+        found = plan({"n1": {**node(1, drivers={"nvidia": {"state": state, "message": "a message"}}), "gpus": [silent, silent]}}, profile(**ONE))
+        assert [fault["field"] for fault in found["faults"]] == ["drivers.nvidia"]
+
+
+def test_gpus_that_a_host_does_not_have_are_not_to_be_freed() -> None:
+    found = plan({"n1": node(1, gpus=1)}, profile(**ONE))
+    assert with_fault(found, "n1", "gpus")["hint"].startswith("Lower gpus_per_node, or take another host")
 
 
 # ---- addresses
@@ -682,7 +694,16 @@ def test_adapters_are_looked_for_on_every_rank_in_order() -> None:
         "adapters.a",
     ]
     missing = {**there, "/a/a": {"exists": False}}
-    assert faults({"n1": node(1, models=missing), "n2": node(2, models=there)}, profile(adapters=adapters)) == [("n1", "adapters.a")]
+    gone = {"n1": node(1, models=missing), "n2": node(2, models=there)}
+    assert faults(gone, profile(adapters=adapters)) == [("n1", "adapters.a")]
+    hint = with_fault(plan(gone, profile(adapters=adapters)), "n1", "adapters.a")["hint"]
+    assert "the adapter" in hint and "source" in hint and "model" not in hint
+
+
+def test_of_a_path_that_is_refused_nothing_is_to_be_looked_at() -> None:
+    found = plan({f"n{number}": node(number) for number in (1, 2)}, profile(model_path="models/glm", adapters=[{"name": "a", "path": "a"}]))
+    assert [fault["field"] for fault in found["faults"]] == ["replica_profile.adapters[0].path", "replica_profile.model_path"], found["faults"]
+    assert not [warning for warning in found["warnings"] if "was not looked at" in warning["seen"]], found["warnings"]
 
 
 def configured(config: Any, capability: str | None = "9.0", count: int = 2) -> dict[str, Any]:
