@@ -73,15 +73,20 @@ class ActionModule(ActionBase):
         super().run(tmp, task_vars)
         _result, arguments = self.validate_argument_spec(argument_spec=ARGUMENTS)
         plan, facts = self._plan(arguments, task_vars)
-        if hostvars.text(arguments["plan_file"]):
-            self._write("plan_file", str(arguments["plan_file"]), json.dumps(plan, indent=2, sort_keys=True) + "\n")
-        if hostvars.text(arguments["picture"]):
-            self._write("picture", str(arguments["picture"]), picture.svg(plan, facts))
-        if arguments["show"]:
+        if arguments["show"]:  # first: a path that cannot be written loses nobody the plan
             display.display(plan_text({**plan, "faults": []}) if plan["faults"] else plan_text(plan))
+        unwritten = []
+        if hostvars.text(arguments["plan_file"]):
+            unwritten.append(self._write("plan_file", str(arguments["plan_file"]), json.dumps(plan, indent=2, sort_keys=True) + "\n"))
+        if hostvars.text(arguments["picture"]):
+            unwritten.append(self._write("picture", str(arguments["picture"]), picture.svg(plan, facts)))
+        problems = [problem for problem in unwritten if problem]
         if plan["faults"]:
             faults = [Fault(**fault) for fault in plan["faults"]]
-            return {"failed": True, "faults": plan["faults"], "msg": report(faults, "The plan is refused, and nothing was changed. Faults")}
+            text = report(faults, "The plan is refused, and nothing was changed. Faults")
+            return {"failed": True, "faults": plan["faults"], "msg": "\n".join([text, *problems])}
+        if problems:
+            return {"failed": True, "msg": "\n".join([*problems, "Nothing was changed."])}
         return {"changed": False, "plan": plan, "converged": convergence.is_converged(plan, facts), "planned_at": time.time()}
 
     def _plan(self, arguments: dict[str, t.Any], task_vars: t.Any) -> tuple[dict[str, t.Any], dict[str, t.Any]]:
@@ -235,21 +240,25 @@ class ActionModule(ActionBase):
             )
 
     @staticmethod
-    def _write(option: str, path: str, text: str) -> None:
-        """The plan on the controller, also when it was refused, also in check mode: it is the output that was asked for."""
+    def _write(option: str, path: str, text: str) -> str | None:
+        """The plan on the controller, also when it was refused, also in check mode: it is the output that was asked for. Why not, and what to do, or None."""
+        named = option if option == "plan_file" else "%s (plan_%s in the playbooks)" % (option, option)
         target = pathlib.Path(os.path.abspath(os.path.expanduser(path)))  # relative to where ansible-playbook was started, as any command's output
         try:
             if target.exists() and not target.is_file():  # a file takes its name: root would lose /dev/null or /dev/stdout
-                raise AnsibleActionFail(
-                    "%s %s is %s, and the path of a file is wanted" % (option, target, "a directory" if target.is_dir() else "no plain file")
-                )
+                kind = "a directory" if target.is_dir() else "no plain file"
+                return "%s: %s is %s, and the path of a file is wanted. Give one, such as plan.json or plan.svg." % (named, target, kind)
+            if not target.parent.exists():
+                return "%s: there is no directory %s on the controller. Make it, or give a path in one that is there." % (named, target.parent)
             unfinished = target.with_name("%s.%d.new" % (target.name, os.getpid()))
             with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "w", encoding="utf-8", errors="replace") as stream:
                 stream.write(text)
             unfinished.replace(target)
             display.display("The %s was written to %s" % ("plan" if option == "plan_file" else "picture of the plan", target))
         except (OSError, ValueError) as error:
-            raise AnsibleActionFail("%s %s cannot be written: %s" % (option, target, getattr(error, "strerror", None) or error)) from None
+            reason = getattr(error, "strerror", None) or error
+            return "%s: %s cannot be written: %s. Give a path that this user can write to." % (named, target, reason)
+        return None
 
 
 def _program_files(arguments: dict[str, t.Any]) -> t.Sequence[str]:

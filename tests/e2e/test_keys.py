@@ -155,3 +155,14 @@ def test_output_never_takes_the_place_of_what_is_no_file(
         done = hosts.run("plan_replica", extra={**with_profile(hosts, sim_profile(hosts, model)), option: path}, timeout=60)
         assert done.returncode != 0 and said in done.stdout and "Traceback" not in done.stderr, done.stdout + done.stderr
     assert (tmp_path / "fifo").is_fifo()
+
+
+def test_a_plan_that_cannot_be_written_is_shown_all_the_same(make_fleet: Callable[..., fleet.Fleet], model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    hosts = make_fleet(["node-a"], gpus=2)
+    extra = {**with_profile(hosts, sim_profile(hosts, model)), "plan_file": str(tmp_path / "none/plan.json"), "plan_picture": str(tmp_path / "plan.svg")}
+    done = hosts.run("plan_replica", extra=extra, timeout=60)
+    told = " ".join(done.stdout.split())
+    assert done.returncode == 2 and f"plan_file: there is no directory {tmp_path}/none on the controller. Make it" in told, told
+    assert "Plan for replica e2e" in told and (tmp_path / "plan.svg").is_file(), told
+    refused = " ".join(hosts.run("plan_replica", extra={**extra, "replica_leader": "node-x"}, timeout=60).stdout.split())
+    assert "The plan is refused" in refused and "replica_leader" in refused and "there is no directory" in refused, refused

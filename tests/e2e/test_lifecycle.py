@@ -381,6 +381,10 @@ def test_what_is_said_of_a_host_without_replicas(make_fleet: MakeFleet) -> None:
     back = ok(hosts.run("undrain_node", extra=extra))
     assert "gpu-a was not cordoned: nothing to do." in back and "in service again" not in back, back
     assert "drain_host is not set" in " ".join(hosts.run("undrain_node").stderr.split())
+    module = ["-m", "rankzero.inference.shard_idle", "-a", "replica=life timeout=5m"]
+    command = [str(pathlib.Path(sys.executable).parent / "ansible"), "-i", str(hosts.inventory), "gpu-a", *module]
+    idle = subprocess.run(command, cwd=fleet.ROOT, env=fleet.ansible_environment(), capture_output=True, text=True, timeout=60, check=False)
+    assert idle.returncode == 2 and "timeout: seen 5m, wanted a number of seconds above 0" in idle.stdout and "_AnsibleTagged" not in idle.stdout, idle
 
 
 def slow_request(url: str, key: str, body: Any) -> int:
