@@ -35,7 +35,12 @@ class ActionModule(ActionBase):
         facts = hostvars.facts_of_play(task_vars)
         findings = Findings()
         if not hostvars.text(arguments["reason"]):
-            findings.fault("drain_reason", None, "why the host is taken out of service", "Give -e drain_reason='...': whoever finds it cordoned will ask.")
+            findings.fault(
+                "drain_reason",
+                None,
+                "why the host is taken out of service",
+                "Give -e drain_reason, with quotes inside of quotes where it has spaces: whoever finds it cordoned will ask.",
+            )
         timeout = Reader({"drain_timeout": hostvars.plain(arguments["timeout"])}, "", findings).seconds("drain_timeout", DEFAULT_TIMEOUT_SECONDS)
         ended = run_identity.owners_that_do_not_count(facts, task_vars)
         inventory = [str(host) for host in (task_vars.get("groups") or {}).get("all") or ()]
