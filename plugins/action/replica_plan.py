@@ -14,6 +14,7 @@ import typing as t
 from ansible.errors import AnsibleActionFail, AnsibleError
 from ansible.plugins.action import ActionBase
 from ansible.utils.display import Display
+from ansible.vars.hostvars import HostVarsVars
 
 from ansible_collections.rankzero.inference.plugins.filter import profile as profiles_filter
 from ansible_collections.rankzero.inference.plugins.module_utils import models
@@ -196,10 +197,9 @@ class ActionModule(ActionBase):
         played = set(map(str, task_vars.get("ansible_play_hosts") or ()))
         return tuple(str(host) for host in members if str(host) not in played)
 
-    @staticmethod
-    def _host(host: str, task_vars: t.Any, recorded: bool) -> HostInput:
-        variables = task_vars["hostvars"][host]
-        raw = hostvars.raw_variables(task_vars, host)
+    def _host(self, host: str, task_vars: t.Any, recorded: bool) -> HostInput:
+        raw = hostvars.raw_variables(task_vars, host)  # dear: the variables of a host are put together anew for each question
+        variables = HostVarsVars(raw, loader=self._loader, host=host)
         facts = hostvars.facts_of(raw, recorded)
         return HostInput(
             name=host,

@@ -25,11 +25,11 @@ class ActionModule(ActionBase):
         super().run(tmp, task_vars)
         _result, arguments = self.validate_argument_spec(argument_spec=ARGUMENTS)
         hosts = [str(host) for host in task_vars.get("ansible_play_hosts_all") or ()]
+        plan = hostvars.plain(arguments["plan"])
         seen = {}
-        for host in hosts:
+        for host in plan["shards"] if plan else hosts:  # each host's variables are put together anew, and a pool may have many
             raw = hostvars.raw_variables(task_vars, host)
             seen[host] = (hostvars.plain(hostvars.facts_of(raw)), hostvars.plain(raw.get(arguments["looks"]) if arguments["looks"] else None))
-        plan = hostvars.plain(arguments["plan"])
         ranks = status.ranks(arguments["replica"], seen, plan)
         url = ((plan or {}).get("leader") or {}).get("url")
         silent = [] if plan else [host for host, (facts, _look) in seen.items() if facts is None]
