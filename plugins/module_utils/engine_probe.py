@@ -14,6 +14,7 @@ import os
 import re
 import shlex
 import signal
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -101,21 +102,23 @@ def find_programs(path: str, names: Sequence[str], optional: Sequence[str]) -> d
 
 
 def ask(run_command: RunCommand, program: str, args: Sequence[str], env: Mapping[str, str]) -> tuple[str, str]:
-    """(stdout, stderr) of a program that must end with 0."""
-    words = [
-        "timeout",
-        "--kill-after=5",
-        str(ANSWER_SECONDS),
-        "env",
-        "-i",
-        "PATH=" + CLEAN_PATH,
-        "LANG=C.UTF-8",
-        "HOME=/nonexistent",
-        *("%s=%s" % item for item in sorted(env.items())),
-        program,
-        *args,
-    ]
-    rc, out, err = run_command(words, cwd="/", expand_user_and_vars=False)
+    """(stdout, stderr) of a program that must end with 0. Its home is a directory that goes again: SGLang makes caches there when it is only imported."""
+    with tempfile.TemporaryDirectory(prefix="rankzero-probe-") as home:
+        words = [
+            "timeout",
+            "--kill-after=5",
+            str(ANSWER_SECONDS),
+            "env",
+            "-i",
+            "PATH=" + CLEAN_PATH,
+            "LANG=C.UTF-8",
+            # A container does not have the host's directories, and what is made in it goes with it.
+            "HOME=" + ("/nonexistent" if os.path.exists(os.path.join(os.path.dirname(program), "container.json")) else home),
+            *("%s=%s" % item for item in sorted(env.items())),
+            program,
+            *args,
+        ]
+        rc, out, err = run_command(words, cwd="/", expand_user_and_vars=False)
     if rc == 0:
         return out, err
     if rc == TIMED_OUT:

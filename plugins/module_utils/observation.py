@@ -36,7 +36,7 @@ RunCommand = Callable[..., "tuple[int, str, str]"]
 
 PERIOD_SECONDS = 0.5
 PATIENCE_SECONDS = 2.0
-LOG_SECONDS = 2.0
+LOG_SECONDS = 5.0
 """How long the end of a log is waited for; one that cannot be read, or was turned over, never has it."""
 """A service that was just started may need this long until its state.json is there."""
 
