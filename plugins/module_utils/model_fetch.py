@@ -225,7 +225,7 @@ LONGEST_ARGUMENT = 4096
 def _names(text: str, path: str) -> bool:
     """Whether an argument names the path: somewhere as it is written, or in other words alone, as C(NAME=PATH) or in a JSON text."""
     place = os.path.realpath(path)
-    if any(re.search(re.escape(one) + r"(?![\w.-])", text) for one in {path, place}):
+    if any(re.search(re.escape(one) + r"(?![\w.-])", text) for one in (path, place)):
         return True
     with contextlib.suppress(ValueError, RecursionError):
         if text[:1] in ("{", "["):

@@ -136,7 +136,7 @@ problems:
 
 from typing import Any
 
-from ansible_collections.rankzero.inference.plugins.module_utils import compile_once  # noqa: F401  # pylint: disable=unused-import  # before all others
+from ansible_collections.rankzero.inference.plugins.module_utils import compile_once  # noqa: F401  # pylint: disable=unused-import
 
 # isort: split
 from ansible.module_utils.basic import AnsibleModule
