@@ -141,6 +141,15 @@ class Fleet:
                 found.append(int(path.parent.name))
         return found
 
+    def orphans(self) -> list[int]:
+        """Pids of run_shard.py below this fleet's directory: where its supervisord is gone nothing else ends one that waits for the other ranks."""
+        start = str(self.directory).encode() + b"/"
+        return [
+            int(path.parent.name)
+            for path in pathlib.Path("/proc").glob("[0-9]*/cmdline")
+            if any(word.startswith(start) and word.endswith(b"/run_shard.py") for word in _read(path).split(b"\0"))
+        ]
+
     def stop(self) -> None:
         """End everything that this fleet runs, whatever state it is in. Files stay."""
         for pid in self.supervisors():
@@ -148,12 +157,19 @@ class Fleet:
         deadline = time.monotonic() + 15
         while (self.supervisors() or self.marked()) and time.monotonic() < deadline:
             time.sleep(0.1)
-        for pid in self.supervisors() + self.marked():
+        for pid in self.supervisors() + self.marked() + self.orphans():
             _signal(pid, signal.SIGKILL)
 
     def remove(self) -> None:
         self.stop()
         shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def _read(path: pathlib.Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:  # it has ended meanwhile
+        return b""
 
 
 def _signal(pid: int, number: int) -> None:
