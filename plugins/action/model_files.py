@@ -28,7 +28,7 @@ class ActionModule(ActionBase):
         super().run(tmp, task_vars)
         arguments = {str(key): hostvars.plain(value) for key, value in self._task.args.items() if hostvars.text(value) is not None}
         source = str(arguments.get("source") or "")
-        if arguments.get("state") == "absent" or not source or "://" in source or source.startswith("hf:"):
+        if arguments.get("state") == "absent" or not source or not controller_files.is_here(source):
             return dict(self._execute_module(module_name=MODULE, module_args=arguments, task_vars=task_vars))
         local, digest = self._local(source, str(arguments.get("sha256") or ""))
         arguments.update(source="controller:%s" % source, sha256=digest, transferred={"needed": True})

@@ -149,7 +149,7 @@ class ActionModule(ActionBase):
         problems: dict[str, tuple[str, str]] = {}
         for adapter in profiles_filter.profile_sources(profile, profiles):
             source, wanted = adapter["source"], adapter["sha256"]
-            if "://" in source or source.startswith("hf:"):
+            if not controller_files.is_here(source):
                 continue
             try:
                 content = models.describe(controller_files.find(source, lambda name: self._find_needle("files", name)), checksum=True)["content_sha256"]

@@ -36,9 +36,10 @@ RunCommand = Callable[..., "tuple[int, str, str]"]
 
 PERIOD_SECONDS = 0.5
 PATIENCE_SECONDS = 2.0
+"""A service that was just started may need this long until its state.json is there."""
+
 LOG_SECONDS = 5.0
 """How long the end of a log is waited for; one that cannot be read, or was turned over, never has it."""
-"""A service that was just started may need this long until its state.json is there."""
 
 HEALTH_SECONDS = 10.0
 LEADER_SECONDS = 1.0
@@ -299,9 +300,7 @@ class Observer:
 
     def _log(self, runs: int) -> list[str]:
         """The log of the last `runs` runs: an earlier deployment's lines must not be taken for the cause of this one's failure."""
-        lines = shard_log.read(self.places, self._run_command, LOG_READ_LINES, self.secrets)
-        starts = [number for number, line in enumerate(lines) if shard_log.RUN_START.search(line)]
-        return lines[starts[-min(runs, len(starts))] :] if starts else lines
+        return shard_log.last_runs(shard_log.read(self.places, self._run_command, LOG_READ_LINES, self.secrets), runs)
 
     def _devices(self, launch: Mapping[str, Any]) -> dict[str, Any] | None:
         """Ask the engine's build for its devices with exactly the environment of the shard, less its secrets.

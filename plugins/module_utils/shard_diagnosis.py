@@ -86,10 +86,9 @@ def look(observer: observation.Observer) -> tuple[dict[str, Any], dict[str, Any]
 
 def recent(log: list[str], state: Mapping[str, Any] | None) -> list[str]:
     """The lines of the present run and of those that ended before it: what an earlier deployment wrote is no cause of this one's trouble."""
-    starts = [number for number, line in enumerate(log) if shard_log.RUN_START.search(line)]
     ended = [count for count in ((state or {}).get("failures"), (state or {}).get("restarts")) if isinstance(count, int)]
     runs = 1 + min(2, max([*ended, 1 if (state or {}).get("last_end") else 0]))
-    return log[starts[-min(runs, len(starts))] :] if starts else log
+    return shard_log.last_runs(log, runs)
 
 
 def ports(store: Revisions, own: list[int], proc_root: str) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from ansible_collections.rankzero.inference.plugins.module_utils.shard_places im
 RunCommand = Callable[..., "tuple[int, str, str]"]
 KEPT_LINES = 200
 READ_BYTES = 4 * 1024 * 1024
-RUN_START = re.compile(r"run_shard: \S+ rank \d+ of \d+, fingerprint \S+, run (\S+)")
+_RUN_START = re.compile(r"run_shard: \S+ rank \d+ of \d+, fingerprint \S+, run (\S+)")
 _RUN_END = re.compile(r"^run_shard: (stopping|failed|stopped): ")
 
 
@@ -31,13 +31,19 @@ def command(where: Places) -> str:
     return "journalctl -u %s -n %d" % (where.unit, KEPT_LINES) if _has_unit(where) else "tail -n %d %s" % (KEPT_LINES, where.log)
 
 
+def last_runs(lines: list[str], runs: int) -> list[str]:
+    """The lines of the last `runs` runs that begin in them; all where none does."""
+    starts = [number for number, line in enumerate(lines) if _RUN_START.search(line)]
+    return lines[starts[-min(runs, len(starts))] :] if starts else lines
+
+
 def is_complete(lines: Sequence[str], run_id: str | None, ended: bool) -> bool:
     """Whether lines have come this far: the beginning of the run, and its end where it has one.
 
     journald and supervisord read what is written from a pipe, and on a busy host that takes them a while. run_shard.py writes both lines before it says the
     same in state.json, to where its launches write: behind the second there is no word of theirs to come.
     """
-    starts = [number for number, line in enumerate(lines) for found in [RUN_START.search(line)] if found and found.group(1) == run_id]
+    starts = [number for number, line in enumerate(lines) for found in [_RUN_START.search(line)] if found and found.group(1) == run_id]
     return bool(starts) and (not ended or any(_RUN_END.match(line) for line in lines[starts[-1] :]))
 
 

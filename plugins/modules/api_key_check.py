@@ -51,6 +51,7 @@ previous:
   sample: 401
 """
 
+# For its effect on every import behind it, so it has no other use: docs/decisions/0013-modules-are-compiled-once.md
 from ansible_collections.rankzero.inference.plugins.module_utils import compile_once  # noqa: F401  # pylint: disable=unused-import
 
 # isort: split

@@ -107,6 +107,7 @@ log:
 
 from typing import Any
 
+# For its effect on every import behind it, so it has no other use: docs/decisions/0013-modules-are-compiled-once.md
 from ansible_collections.rankzero.inference.plugins.module_utils import compile_once  # noqa: F401  # pylint: disable=unused-import
 
 # isort: split

@@ -24,6 +24,11 @@ def place(path: str) -> str:
     return target
 
 
+def is_here(source: str) -> bool:
+    """Whether the source of a model is a path on the controller, and neither an address nor a repository of Hugging Face."""
+    return "://" not in source and not source.startswith("hf:")
+
+
 def find(path: str, search: Callable[[str], t.Any]) -> str:
     """What a person means by a path: from where Ansible was started, as for every output; else as C(search) finds it, which knows roles and playbooks.
 
