@@ -533,6 +533,8 @@ static void take_over(void) {
     }
 }
 
+static int unread;              /* the process directory was not read since this call began */
+
 static void refresh(void) {
     struct stat st;
     int changed = stat(state_path(), &st) == 0 &&
@@ -542,7 +544,13 @@ static void refresh(void) {
         last_st = st;
         take_over();
     }
-    read_procdir(&S);
+    unread = 1;
+}
+
+/* only calls that tell of processes or memory open the files of the process directory: the others would pay for them, too */
+static void look_at_processes(void) {
+    if (unread) read_procdir(&S);
+    unread = 0;
 }
 
 static void trace(const char *fn, int gpu, int code) {
@@ -861,6 +869,7 @@ static int mine(const proc_t *p, const gpu_t *g, const mig_t *m) {
 }
 static u64 held(const gpu_t *g, const mig_t *m) {
     u64 s = m ? m->base_used : g->base_used;
+    look_at_processes();
     for (int i = 0; i < S.nproc; i++) if (mine(&S.proc[i], g, m) && S.proc[i].bytes != NA64) s += S.proc[i].bytes;
     return s;
 }
@@ -912,6 +921,7 @@ static ret_t list(void *h, const char *fn, int *gi_, char type, int v1, u32 *cou
     if (rc) return rc;
     if (g->lost) return GPU_IS_LOST;
     u32 need = 0;
+    look_at_processes();
     for (int i = 0; i < S.nproc; i++) need += S.proc[i].type == type && mine(&S.proc[i], g, m);
     u32 room = *count;
     if (room && !infos) return INVALID_ARGUMENT;
@@ -950,6 +960,7 @@ API ret_t nvmlDeviceGetRunningProcessDetailList(void *h_, void *pl) {
     if (o->version != 0x1000018) LEAVE(VERSION_MISMATCH);
     char type = "CGM"[o->mode];
     u32 need = 0, room = o->n, k = 0;
+    look_at_processes();
     for (int i = 0; i < S.nproc; i++) need += S.proc[i].type == type && mine(&S.proc[i], g, m);
     if (room && !o->a) LEAVE(INVALID_ARGUMENT);
     o->n = need;
