@@ -52,7 +52,7 @@ def describe(row: Facts, table: processes.ProcessTable) -> Facts:
         "port": row["port"],
         "address": row["address"],
         "pid": pid,
-        "process": processes.describe(pid, table.proc_root, table)["name"] if pid else None,
+        "process": processes.name_of(pid, table.proc_root) if pid else None,
         "shard": processes.shard_name(table.shard_of(pid)) if pid else None,
         "listening": row["listening"],
     }

@@ -149,6 +149,11 @@ def _is_member(table: ProcessTable, pid: int, replica: str, rank: int, sessions:
     return shard.replica == replica and shard.rank == rank
 
 
+def name_of(pid: int, proc_root: str = "/proc") -> str | None:
+    """What the kernel calls a process (at most 15 characters); None when it is gone."""
+    return _clean(_text(proc_root, str(pid), "comm")) or None
+
+
 def describe(pid: int, proc_root: str = "/proc", table: ProcessTable | None = None) -> dict[str, Any]:
     """`{pid, name, user, command, started_at}` of a process; what cannot be seen is None.
 
@@ -159,7 +164,7 @@ def describe(pid: int, proc_root: str = "/proc", table: ProcessTable | None = No
     stat = table.stat(pid)
     return {
         "pid": pid,
-        "name": _clean(_text(proc_root, str(pid), "comm")) or None,
+        "name": name_of(pid, proc_root),
         "user": _user(_text(proc_root, str(pid), "status")),
         "command": _command(_bytes(proc_root, str(pid), "cmdline")),
         "started_at": _started_at(stat[2], _text(proc_root, "stat")) if stat else None,

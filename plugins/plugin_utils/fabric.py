@@ -30,7 +30,7 @@ from ansible_collections.rankzero.inference.plugins.plugin_utils.fabric_names im
     port_name,
     vlan_of,
 )
-from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings, natural_key
+from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings, alike, natural_key
 from ansible_collections.rankzero.inference.plugins.plugin_utils.values import nearest
 
 __all__ = ["Choice", "Port", "choose", "none", "port_name", "usable_ports"]
@@ -140,7 +140,7 @@ def _definition(part: str, named: t.Mapping[str, t.Any], hosts: Hosts, findings:
         part,
         "a name in replica_fabrics, a key as node facts give it (ib:..., roce:..., nvl:...), efa or none",
         ("Did you mean %s? " % close if close else "")
-        + "The hosts have: %s." % "; ".join("%s: %s" % (host, _listed(hosts[host])) for host in sorted(hosts, key=natural_key)),
+        + "The hosts have: %s." % "; ".join(alike({host: _listed(hosts[host]) for host in hosts})),
     )
     return None
 
@@ -368,17 +368,14 @@ def _candidates(keys: t.Iterable[str], ports: t.Mapping[str, list[Port]]) -> str
         "%s (%s)"
         % (
             key,
-            ", ".join(
-                "%s %s" % (host, "+".join(port_name(port) for port in found if key in keys_of(port)))
-                for host, found in sorted(ports.items(), key=lambda item: natural_key(item[0]))
-            ),
+            ", ".join(alike({host: "+".join(port_name(port) for port in found if key in keys_of(port)) for host, found in ports.items()})),
         )
         for key in keys
     )
 
 
 def _fault_nothing_shared(hosts: Hosts, within: t.Mapping[str, t.Mapping[str, t.Sequence[str]]], by_distance: bool, findings: Findings) -> None:
-    detail = "; ".join("%s: %s" % (host, _listed(hosts[host])) for host in sorted(hosts, key=natural_key))
+    detail = "; ".join(alike({host: _listed(hosts[host]) for host in hosts}))
     hint = "Ranks would hang at their first all-reduce. Check cabling and addresses, or set replica_fabric."
     if by_distance:
         hint += " Only ports near the shard's GPUs were looked at."
@@ -437,9 +434,7 @@ def _check_ports(name: str, ports: t.Mapping[str, list[Port]], findings: Finding
 
 def _check_counts(name: str, ports: t.Mapping[str, t.Sequence[Port]], findings: Findings) -> None:
     if len({len(chosen) for chosen in ports.values()}) > 1:
-        detail = "; ".join(
-            "%s has %d (%s)" % (host, len(ports[host]), ", ".join(map(port_name, ports[host])) or "none") for host in sorted(ports, key=natural_key)
-        )
+        detail = "; ".join(alike({host: "%d usable (%s)" % (len(found), ", ".join(map(port_name, found)) or "none") for host, found in ports.items()}))
         findings.fault(
             "hcas",
             detail,
@@ -476,9 +471,7 @@ def _check_rail_order(name: str, ports: t.Mapping[str, list[Port]], keys: tuple[
     """NCCL pairs ports by PCI order, whatever the order in NCCL_IB_HCA: rails must come in the same order on every host."""
     orders = {host: [next(key for key in keys if key in keys_of(port)) for port in chosen] for host, chosen in ports.items()}
     if len({tuple(order) for order in orders.values()}) > 1:
-        detail = "; ".join(
-            "%s: %s" % (host, ", ".join("%s %s" % pair for pair in zip(map(port_name, ports[host]), orders[host]))) for host in sorted(orders, key=natural_key)
-        )
+        detail = "; ".join(alike({host: ", ".join("%s %s" % pair for pair in zip(map(port_name, ports[host]), order)) for host, order in orders.items()}))
         findings.fault(
             "hcas",
             "%s in different order: %s" % (name, detail),

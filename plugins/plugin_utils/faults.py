@@ -82,8 +82,33 @@ def shown(value: t.Any) -> str:
     return text if len(text) <= 200 else text[:197] + "..."
 
 
+def names(hosts: t.Iterable[str]) -> str:
+    """Hosts in natural order, C(a, b and 198 more) of more than eight: nobody reads a pool of hundreds name by name."""
+    ordered = sorted(hosts, key=natural_key)
+    told, left = ordered[:8], ordered[8:]
+    return ", ".join(told) + (" and %d more" % len(left) if left else "")
+
+
+def alike(texts: t.Mapping[str, str]) -> list[str]:
+    """C({host: text}) as one C(hosts: text) for each text, in the natural order of the first hosts."""
+    hosts: dict[str, list[str]] = {}
+    for host in sorted(texts, key=natural_key):
+        hosts.setdefault(texts[host], []).append(host)
+    return ["%s: %s" % (names(those), text) for text, those in hosts.items()]
+
+
 def report(faults: t.Sequence[Fault], heading: str) -> str:
-    """The whole list as text: a heading line and one numbered line for each fault."""
-    lines = ["%s (%d):" % (heading, len(faults))]
-    lines += ["  %d. %s" % (number, fault.text()) for number, fault in enumerate(faults, 1)]
-    return "\n".join(lines)
+    """The whole list as text: a heading line and one numbered line for each fault, one for all of them where three hosts or more have the same."""
+    hosts: dict[Fault, set[str]] = {}
+    for fault in faults:
+        if fault.host:
+            hosts.setdefault(_anywhere(fault), set()).add(fault.host)
+    told: dict[str, None] = {}  # in the order of the faults, each text once
+    for fault in faults:
+        those = hosts.get(_anywhere(fault), set()) if fault.host else set()
+        told[fault.text() if len(those) < 3 else dataclasses.replace(fault, host="%d hosts (%s)" % (len(those), names(those)), rank=None).text()] = None
+    return "\n".join(["%s (%d):" % (heading, len(faults))] + ["  %d. %s" % entry for entry in enumerate(told, 1)])
+
+
+def _anywhere(fault: Fault) -> Fault:
+    return dataclasses.replace(fault, host=None, rank=None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import typing as t
 
 from ansible_collections.rankzero.inference.plugins.module_utils import small_files
-from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Fault, report
+from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Fault, alike, report
 
 Plan = t.Mapping[str, t.Any]
 
@@ -45,7 +45,7 @@ def plan_text(plan: Plan) -> str:
     if plan.get("leaving"):
         lines.append("  leaving    %s (the shard there is removed)" % ", ".join(plan["leaving"]))
     if plan["not_chosen"]:
-        lines += ["", "  Hosts that were not chosen:"] + ["    %s: %s" % item for item in sorted(plan["not_chosen"].items())]
+        lines += ["", "  Hosts that were not chosen:"] + ["    %s" % line for line in alike(plan["not_chosen"])]
     if plan["warnings"]:
         lines += ["", report([Fault(**warning) for warning in plan["warnings"]], "Warnings")]
     if plan["faults"]:

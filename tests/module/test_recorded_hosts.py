@@ -207,7 +207,7 @@ def test_fabric_unequal_hca_count(facts_of: FactsOf) -> None:
     usable = {name: [port["name"] for port in facts["hcas"] if port["usable"]] for name, facts in hosts.items()}
     assert usable == {host["name"]: host["openable"] for host in case["hosts"]}
     text = faults(hosts, options={"replica_fabric": "roce:10.11.0.0/24"})
-    assert "gpu-a has 2 (erdma_0:1, erdma_1:1); gpu-b has 1 (erdma_0:1)" in text
+    assert "gpu-a: 2 usable (erdma_0:1, erdma_1:1); gpu-b: 1 usable (erdma_0:1)" in text
     common = {"x": {"hcas": case["expect"]["common"]}}
     envs = environments(hosts, options={"replica_fabrics": common, "replica_fabric": "x"})
     assert {env["NCCL_IB_HCA"] for env in envs.values()} == {"=erdma_0:1"}

@@ -196,7 +196,7 @@ def test_recorded_mixed_link_layers(tmp_path):
     right = [name + ":1" for name in case["expect"]["right_hcas"]]
     assert chosen(hosts) == {"a": right, "b": right}
     hosts = {name: every[name] for name in "cd"}
-    assert "ib:fe80000000000000 (c mlx5_0:1+mlx5_1:1" in refused(hosts), "with an address the Ethernet port is a candidate: refused and listed"
+    assert "ib:fe80000000000000 (c, d: mlx5_0:1+mlx5_1:1" in refused(hosts), "with an address the Ethernet port is a candidate: refused and listed"
     assert chosen(hosts, management={"c": "ens4f0", "d": "ens4f0"}) == {"c": right, "d": right}
     assert chosen(hosts, "compute", {"compute": {"link_layer": "InfiniBand"}}) == {"c": right, "d": right}
     assert "link layers" in refused(hosts, "compute", {"compute": {"hcas": ["mlx5_*"]}})
@@ -208,7 +208,7 @@ def test_recorded_unequal_count(tmp_path):
     assert outcome.ports == {} and outcome.faults == [], "eRDMA is not chosen by default"
     assert any("TCP" in text and "erdma_0:1" in text for text in outcome.warnings)
     text = refused(hosts, "roce:10.11.0.0/24")
-    assert "gpu-a has 2 (erdma_0:1, erdma_1:1); gpu-b has 1 (erdma_0:1)" in text
+    assert "gpu-a: 2 usable (erdma_0:1, erdma_1:1); gpu-b: 1 usable (erdma_0:1)" in text
     text = refused(hosts, "x", {"x": {"hcas": ["erdma_0", "erdma_1"]}})
     assert "gpu-b" in text and "erdma_1" in text and "uverbs1 cannot be opened" in text, "a port that is named must be usable"
     assert chosen(hosts, "x", {"x": {"hcas": case["expect"]["common"]}}) == {"gpu-a": ["erdma_0:1"], "gpu-b": ["erdma_0:1"]}
@@ -292,7 +292,7 @@ def test_link_local_networks_are_no_fabric(address):
 def test_ambiguity_lists_every_candidate_with_its_ports():
     hosts = {name: facts(port("mlx5_0", f"10.11.0.{at}/16"), port("mlx5_1", f"10.12.0.{at}/16", rate_gbps=100)) for at, name in enumerate("ab", 1)}
     text = refused(hosts)
-    assert "roce:10.11.0.0/16 (a mlx5_0:1, b mlx5_0:1); roce:10.12.0.0/16 (a mlx5_1:1, b mlx5_1:1)" in text
+    assert "roce:10.11.0.0/16 (a, b: mlx5_0:1); roce:10.12.0.0/16 (a, b: mlx5_1:1)" in text
     assert chosen(hosts, "roce:10.12.0.0/16") == {"a": ["mlx5_1:1"], "b": ["mlx5_1:1"]}
 
 
@@ -361,7 +361,7 @@ def test_both_families_on_the_same_ports_are_one_fabric():
 
 def test_unequal_counts_name_both():
     hosts = {"a": facts(port("mlx5_0", "10.11.0.1/16"), port("mlx5_1", "10.11.0.2/16")), "b": facts(port("mlx5_0", "10.11.0.3/16"))}
-    assert "a has 2 (mlx5_0:1, mlx5_1:1); b has 1 (mlx5_0:1)" in refused(hosts)
+    assert "a: 2 usable (mlx5_0:1, mlx5_1:1); b: 1 usable (mlx5_0:1)" in refused(hosts)
 
 
 def test_more_ports_than_nccl_takes():
@@ -457,7 +457,7 @@ def test_efa(tmp_path):
         outcome = choose(hosts, wanted)
         assert outcome.faults == [] and (outcome.choice.name, outcome.choice.link) == ("efa", "efa")
         assert outcome.ports == dict.fromkeys(hosts, ["rdmap85s0:1", "rdmap86s0:1"])
-    assert "a has 2" in refused({"a": hosts["a"], "b": efa_hosts(tmp_path / "one", 1)["b"]})
+    assert "a: 2 usable" in refused({"a": hosts["a"], "b": efa_hosts(tmp_path / "one", 1)["b"]})
     assert "efa" in refused({"a": hosts["a"], "b": facts()}, "efa")
 
 

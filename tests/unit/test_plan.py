@@ -303,6 +303,11 @@ def test_a_pool_gives_the_hosts_that_fit_and_says_why_not_the_others() -> None:
     assert [host for host, field in faults({name: pool[name] for name in ("n1", "n2", "n3")})] == [None, "n1", "n2"]
 
 
+def test_what_holds_for_many_hosts_of_a_pool_is_one_line_of_the_table() -> None:
+    text = plan_text(good(hosts(40)))
+    assert "  Hosts that were not chosen:\n    n3, n4, n5, n6, n7, n8, n9, n10 and 30 more: not needed: 2 other hosts fit" in text
+
+
 def test_a_pool_with_kinds_that_may_be_meant_apart_is_not_guessed() -> None:
     pool = {**hosts(2), **{f"a{number}": node(number + 10) for number in (1, 2)}}
     for name in ("a1", "a2"):
