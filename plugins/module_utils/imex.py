@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from ansible_collections.rankzero.inference.plugins.module_utils import small_files
+from ansible_collections.rankzero.inference.plugins.module_utils import processes, small_files
 
 CONTROL = "nvidia-imex-ctl"
 _SECONDS = 20  # the daemon asks the others, and waits for those that are gone
@@ -24,7 +24,7 @@ _BINARIES = ("usr/bin", "usr/sbin", "usr/local/bin", "opt/nvidia/bin")
 _CHANNELS = "dev/nvidia-caps-imex-channels"
 
 
-def read(run_command: RunCommand, root: str = "/", proc_root: str = "/proc") -> dict[str, Any]:
+def read(run_command: RunCommand, root: str = "/", proc_root: str = "/proc", table: processes.ProcessTable | None = None) -> dict[str, Any]:
     """`{service, channels, nodes, domain, errors}`.
 
     - `service`: `running`, `stopped` or `not_installed`, told by the daemon's process and its files (a container has no systemd to ask).
@@ -37,7 +37,7 @@ def read(run_command: RunCommand, root: str = "/", proc_root: str = "/proc") -> 
     """
     errors: dict[str, str] = {}
     control = _find(root, CONTROL)
-    service = _service(root, proc_root, control)
+    service = _service(root, table or processes.ProcessTable(proc_root), control)
     facts: dict[str, Any] = {
         "service": service,
         "channels": channels(root, proc_root, errors),
@@ -102,8 +102,8 @@ def node_list(root: str, errors: dict[str, str]) -> list[str] | None:
     return [_clean(line) for line in lines if line]
 
 
-def _service(root: str, proc_root: str, control: str | None) -> str:
-    if any(_text(proc_root, pid, "comm").strip() == "nvidia-imex" for pid in _names(proc_root) if pid.isdigit()):
+def _service(root: str, table: processes.ProcessTable, control: str | None) -> str:
+    if any(getattr(table.stat(pid), "name", None) == "nvidia-imex" for pid in table.programs()):
         return "running"
     installed = control or _find(root, "nvidia-imex") or os.path.isfile(os.path.join(root, "etc/nvidia-imex/config.cfg"))
     return "stopped" if installed else "not_installed"

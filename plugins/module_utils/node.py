@@ -44,7 +44,7 @@ def read(options: Mapping[str, Any], run_command: RunCommand) -> Facts:
     ports_of_hcas = hcas.read(sysfs, dev, wires["interfaces"])
     allowed = limits.read(proc, sysfs, dev, options["replica_root"], machine["service_manager"])
     # IMEX is asked for below the directory that holds dev: / on a real host.
-    allowed["imex"] = imex.read(run, os.path.dirname(os.path.abspath(dev)), proc)
+    allowed["imex"] = imex.read(run, os.path.dirname(os.path.abspath(dev)), proc, table)
     taken, unprobed = ports.read(proc, options["probe_ports"], allowed["ephemeral_ports"], table)
     machine["errors"].update(wires["errors"])
     machine["errors"].update(unprobed)

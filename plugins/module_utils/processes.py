@@ -35,6 +35,7 @@ _UNIT = re.compile(r"(?:^|/)inference-([^/]+)\.service(?=/|$)", re.MULTILINE)
 _COMMAND_LENGTH = 120
 _MOST_BYTES = 64 * 1024 * 1024  # net/tcp of a host with half a million connections
 _DEPTH = 64  # no chain of parents is longer; a tree in a test may hold a loop
+_KERNEL_THREAD = 0x00200000  # PF_KTHREAD of the flags (include/linux/sched.h)
 _TCP_LISTEN = 0x0A
 _TCP_HOLDS_NO_PORT = (0x06, 0x07)  # TIME_WAIT and CLOSE: no process has it any more
 
@@ -47,12 +48,23 @@ class Shard(NamedTuple):
     run_id: str | None
 
 
+class Stat(NamedTuple):
+    """What /proc/PID/stat says of a live process (proc_pid_stat(5)): the kernel's name for it (at most 15 characters), and its start in clock ticks since
+    boot. A `kernel` thread has neither memory nor files of its own; a host with 192 CPUs has thousands of them."""
+
+    name: str
+    parent: int
+    session: int
+    started: int
+    kernel: bool
+
+
 class ProcessTable:
     """One look at /proc: what has been read once is not read again."""
 
     def __init__(self, proc_root: str = "/proc") -> None:
         self.proc_root = proc_root
-        self._stat: dict[int, tuple[int, int, int] | None] = {}
+        self._stat: dict[int, Stat | None] = {}
         self._marker: dict[int, Shard | None] = {}
         self._shard: dict[int, Shard | None] = {}
         self._pids: list[int] | None = None
@@ -63,8 +75,12 @@ class ProcessTable:
             self._pids = sorted(int(name) for name in _names(self.proc_root) if name.isascii() and name.isdigit())
         return self._pids
 
-    def stat(self, pid: int) -> tuple[int, int, int] | None:
-        """(parent, session, start time in clock ticks since boot), or None for a process that is gone or dead."""
+    def programs(self) -> list[int]:
+        """All live processes but the kernel's own threads, ascending."""
+        return [pid for pid in self.pids() if not getattr(self.stat(pid), "kernel", True)]
+
+    def stat(self, pid: int) -> Stat | None:
+        """None for a process that is gone or dead."""
         if pid not in self._stat:
             self._stat[pid] = _parse_stat(_text(self.proc_root, str(pid), "stat"))
         return self._stat[pid]
@@ -80,21 +96,27 @@ class ProcessTable:
         line: list[int] = []
         while pid > 1 and pid not in line and len(line) < _DEPTH:
             line.append(pid)
-            pid = (self.stat(pid) or (0, 0, 0))[0]
+            pid = getattr(self.stat(pid), "parent", 0)
         return line
 
     def shard_of(self, pid: int) -> Shard | None:
         """The shard that a process belongs to, by the rules at the top of this file."""
         if pid not in self._shard:
-            self._shard[pid] = self.marker(pid) or self._of_ancestors(pid) or self._of_session(pid) or self._of_unit(pid)
+            self._shard[pid] = None if self._is_kernel(pid) else self._find_shard(pid)
         return self._shard[pid]
+
+    def _find_shard(self, pid: int) -> Shard | None:
+        return self.marker(pid) or self._of_ancestors(pid) or self._of_session(pid) or self._of_unit(pid)
+
+    def _is_kernel(self, pid: int) -> bool:
+        return getattr(self.stat(pid), "kernel", False)
 
     def _of_ancestors(self, pid: int) -> Shard | None:
         for _step in range(_DEPTH):
             stat = self.stat(pid)
-            if stat is None or stat[0] <= 1:
+            if stat is None or stat.parent <= 1:
                 return None
-            pid = stat[0]
+            pid = stat.parent
             marker = self.marker(pid)
             if marker:
                 return marker
@@ -102,11 +124,11 @@ class ProcessTable:
 
     def _of_session(self, pid: int) -> Shard | None:
         stat = self.stat(pid)
-        if stat is None or stat[1] <= 1:
+        if stat is None or stat.session <= 1:
             return None
-        if self.stat(stat[1]) is not None:
-            return self.marker(stat[1])  # a live leader speaks for its session: a login shell's may hold anything
-        members = (other for other in self.pids() if (self.stat(other) or (0, 0, 0))[1] == stat[1])
+        if self.stat(stat.session) is not None:
+            return self.marker(stat.session)  # a live leader speaks for its session: a login shell's may hold anything
+        members = (other for other in self.programs() if getattr(self.stat(other), "session", 0) == stat.session)
         return next((marker for marker in map(self.marker, members) if marker), None)
 
     def _of_unit(self, pid: int) -> Shard | None:
@@ -136,7 +158,7 @@ def shard_pids(replica: str, rank: int, proc_root: str = "/proc", sessions: Iter
     replica or rank is never listed.
     """
     table, known = table or ProcessTable(proc_root), set(sessions)
-    return [pid for pid in table.pids() if _is_member(table, pid, replica, rank, known)]
+    return [pid for pid in table.programs() if _is_member(table, pid, replica, rank, known)]
 
 
 def _is_member(table: ProcessTable, pid: int, replica: str, rank: int, sessions: set[int]) -> bool:
@@ -145,13 +167,8 @@ def _is_member(table: ProcessTable, pid: int, replica: str, rank: int, sessions:
         return False
     shard = table.shard_of(pid)
     if shard is None or shard.rank is None:
-        return stat[1] in sessions or (shard is not None and shard.replica == replica)
+        return stat.session in sessions or (shard is not None and shard.replica == replica)
     return shard.replica == replica and shard.rank == rank
-
-
-def name_of(pid: int, proc_root: str = "/proc") -> str | None:
-    """What the kernel calls a process (at most 15 characters); None when it is gone."""
-    return _clean(_text(proc_root, str(pid), "comm")) or None
 
 
 def describe(pid: int, proc_root: str = "/proc", table: ProcessTable | None = None) -> dict[str, Any]:
@@ -164,10 +181,10 @@ def describe(pid: int, proc_root: str = "/proc", table: ProcessTable | None = No
     stat = table.stat(pid)
     return {
         "pid": pid,
-        "name": name_of(pid, proc_root),
+        "name": (stat.name if stat else None) or None,
         "user": _user(_text(proc_root, str(pid), "status")),
         "command": _command(_bytes(proc_root, str(pid), "cmdline")),
-        "started_at": _started_at(stat[2], _text(proc_root, "stat")) if stat else None,
+        "started_at": _started_at(stat.started, _text(proc_root, "stat")) if stat else None,
     }
 
 
@@ -181,7 +198,7 @@ def listening_sockets(
     which ones to list: owners are looked for among all open files of all processes, and only until all are found.
     """
     sockets = [one for one in _sockets(proc_root) if one.state not in _TCP_HOLDS_NO_PORT and worth(one.port, one.state == _TCP_LISTEN)]
-    owners = _owners(proc_root, {socket.inode for socket in sockets}, table.pids() if table else None)
+    owners = _owners(proc_root, {socket.inode for socket in sockets}, table)
     listening = {(s.port, s.address, owners.get(s.inode)) for s in sockets if s.state == _TCP_LISTEN}
     served = {port for port, _address, _pid in listening}
     others = {(s.port, s.address, owners.get(s.inode)) for s in sockets if s.port not in served}
@@ -193,7 +210,7 @@ def listening_sockets(
 def established(proc_root: str, port: int, pids: Iterable[int]) -> list[dict[str, Any]]:
     """`[{address, port, remote_address, remote_port, pid}]`: open connections on a local port that belong to one of `pids`."""
     sockets = [socket for socket in _sockets(proc_root) if socket.port == port and socket.state == 0x01]
-    owners = _owners(proc_root, {socket.inode for socket in sockets}, sorted(set(pids)))
+    owners = _owners(proc_root, {socket.inode for socket in sockets}, pids=sorted(set(pids)))
     rows = [
         {"address": s.address, "port": s.port, "remote_address": s.remote_address, "remote_port": s.remote_port, "pid": owners[s.inode]}
         for s in sockets
@@ -237,10 +254,10 @@ def _address(text: str) -> str:
     return str(getattr(address, "ipv4_mapped", None) or address)
 
 
-def _owners(proc_root: str, inodes: set[int], pids: list[int] | None = None) -> dict[int, int]:
+def _owners(proc_root: str, inodes: set[int], table: ProcessTable | None = None, pids: list[int] | None = None) -> dict[int, int]:
     """The lowest pid that has each socket open. A forked child shares its parent's sockets; the parent is the one to name."""
     owners: dict[int, int] = {}
-    for pid in ProcessTable(proc_root).pids() if pids is None else pids:
+    for pid in (table or ProcessTable(proc_root)).programs() if pids is None else pids:
         folder = os.path.join(proc_root, str(pid), "fd")
         for name in _names(folder):
             inode = _socket_inode(f"{folder}/{name}")
@@ -279,11 +296,13 @@ def _clean(text: str) -> str:
     return "".join(char if char.isprintable() else " " for char in text).strip()
 
 
-def _parse_stat(text: str) -> tuple[int, int, int] | None:
-    """(ppid, session, start time); the name in parentheses may itself hold spaces and parentheses. None for a zombie: it holds nothing."""
-    words = text.rpartition(")")[2].split()
+def _parse_stat(text: str) -> Stat | None:
+    """The name in parentheses may itself hold spaces and parentheses. None for a zombie: it holds nothing."""
+    name, _parenthesis, rest = text.partition("(")[2].rpartition(")")
+    words = rest.split()
     try:
-        return None if words[0] in ("Z", "X") else (int(words[1]), int(words[3]), int(words[19]))
+        kernel = bool(int(words[6]) & _KERNEL_THREAD)
+        return None if words[0] in ("Z", "X") else Stat(_clean(name), int(words[1]), int(words[3]), int(words[19]), kernel)
     except (IndexError, ValueError):
         return None
 

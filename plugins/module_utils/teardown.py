@@ -45,7 +45,7 @@ class Finding(NamedTuple):
 def look(store: Revisions, proc_root: str = "/proc") -> Before:
     """What to watch while the shard is removed. Damaged or missing records make it less, never an error."""
     table = processes.ProcessTable(proc_root)
-    found = {pid: (table.stat(pid) or (0, 0, 0))[2] for pid in traces.pids(store, table)}
+    found = {pid: getattr(table.stat(pid), "started", 0) for pid in traces.pids(store, table)}
     endpoints = endpoints_of(launch_of(store))
     rows = processes.listening_sockets(proc_root) if endpoints else []
     held = frozenset(end for end in endpoints if any(row["pid"] in found for row in rows if covers(row, end)))
@@ -136,7 +136,7 @@ def _was_ours(before: Before, table: processes.ProcessTable, pid: int) -> bool:
     if pid not in before.processes:
         return False
     now = table.stat(pid)
-    return now is None or now[2] == before.processes[pid]
+    return now is None or now.started == before.processes[pid]
 
 
 def _ports(before: Before, proc_root: str) -> Finding:

@@ -48,7 +48,7 @@ def _names(replica_root: str, unit_directory: str) -> set[str]:
 
 
 def _marked_names(table: processes.ProcessTable) -> set[str]:
-    shards = (table.shard_of(pid) for pid in table.pids())
+    shards = (table.shard_of(pid) for pid in table.programs())
     return {shard.replica for shard in shards if shard is not None and is_name(shard.replica)}
 
 
@@ -88,7 +88,7 @@ def pids(store: Revisions, table: processes.ProcessTable | None = None) -> list[
     """The replica's processes: those with its marker or in its unit, its run_shard.py, and its supervisord. Never this one or those above it."""
     table = table or processes.ProcessTable()
     own = set(table.line_of(os.getpid())) | {os.getpid()}
-    return [pid for pid in table.pids() if pid not in own and table.stat(pid) is not None and _is_ours(store, table, pid)]
+    return [pid for pid in table.programs() if pid not in own and _is_ours(store, table, pid)]
 
 
 def _is_ours(store: Revisions, table: processes.ProcessTable, pid: int) -> bool:

@@ -49,8 +49,11 @@ class Host:
         path.write_text(text, encoding="utf-8")
         path.chmod(mode)
 
+    def process(self, pid: int, name: str) -> None:
+        self.file(f"proc/{pid}/stat", f"{pid} ({name}) S 1 {pid} {pid} 0 -1 4194560 {'0 ' * 12}5000 0\n")
+
     def running(self, script: str) -> None:
-        self.file("proc/77/comm", "nvidia-imex\n")
+        self.process(77, "nvidia-imex")
         self.file("usr/bin/nvidia-imex-ctl", "#!/bin/sh\n" + script, 0o755)
 
     def read(self) -> dict[str, Any]:
@@ -71,7 +74,7 @@ def test_nothing_installed(host: Host) -> None:
 @pytest.mark.parametrize("name", ["usr/bin/nvidia-imex", "usr/bin/nvidia-imex-ctl"])
 def test_installed_but_stopped_is_not_asked(host: Host, name: str) -> None:
     host.file(name, "#!/bin/sh\nexit 3\n", 0o755)
-    host.file("proc/78/comm", "nvidia-imex-ctl\n")
+    host.process(78, "nvidia-imex-ctl")
     assert (host.read()["service"], host.read()["domain"], "domain" in host.read()["errors"]) == ("stopped", None, False)
 
 
@@ -108,7 +111,7 @@ def test_a_daemon_that_does_not_answer(host: Host, script: str, reason: str) -> 
 
 
 def test_running_without_the_control_command(host: Host) -> None:
-    host.file("proc/77/comm", "nvidia-imex\n")
+    host.process(77, "nvidia-imex")
     assert host.read()["errors"]["domain"] == "nvidia-imex-ctl is not installed"
 
 

@@ -62,13 +62,13 @@ def sleeping(code: str) -> str:
 
 
 def entry(
-    root: pathlib.Path, pid: int, *, ppid: int = 1, session: int | None = None, environ: str | None = None, cgroup: str = "0::/", comm: str = "python"
+    root: pathlib.Path, pid: int, *, ppid: int = 1, session: int | None = None, environ: str | None = None, cgroup: str = "0::/", comm: str = "python", flags: int = 0
 ) -> None:
     """One process in a made-up /proc."""
     folder = root / str(pid)
     folder.mkdir(parents=True)
-    numbers = " ".join("0" for dummy in range(15))
-    (folder / "stat").write_text(f"{pid} ({comm}) S {ppid} {pid} {pid if session is None else session} {numbers} 5000 0\n", encoding="utf-8")
+    numbers = " ".join("0" for dummy in range(12))
+    (folder / "stat").write_text(f"{pid} ({comm}) S {ppid} {pid} {pid if session is None else session} 0 -1 {flags} {numbers} 5000 0\n", encoding="utf-8")
     (folder / "comm").write_text(comm + "\n", encoding="utf-8")
     (folder / "cgroup").write_text(cgroup + "\n", encoding="ascii")
     if environ is not None:
@@ -213,6 +213,15 @@ class TestTrees:
         entry(tmp_path, 11, ppid=10)
         assert processes.shard_of(10, str(tmp_path)) is None
 
+    def test_a_kernel_thread_belongs_to_nobody_and_is_not_looked_into(self, tmp_path: pathlib.Path) -> None:
+        entry(tmp_path, 2, ppid=0, comm="kthreadd", flags=0x00208040, environ="glm/0/r")
+        entry(tmp_path, 40, comm="a (b) c", environ="glm/0/r")
+        table = processes.ProcessTable(str(tmp_path))
+        assert (table.pids(), table.programs()) == ([2, 40], [40]), "as the kernel marks its threads: in a container another process may have number 2"
+        assert table.shard_of(2) is None and processes.shard_pids("glm", 0, str(tmp_path)) == [40]
+        stat = table.stat(40)
+        assert stat and (stat.name, stat.parent, stat.started) == ("a (b) c", 1, 5000)
+
     def test_unreadable_entries_are_skipped(self, tmp_path: pathlib.Path) -> None:
         (tmp_path / "10").mkdir()
         (tmp_path / "11").mkdir()
@@ -275,6 +284,8 @@ class TestSockets:
         rows = [(8000, "0A", 11), (8000, "01", 12), (8001, "06", 0), (8002, "08", 13), (8003, "0A", 14)]
         text = header + "".join(line.format(port=port, state=state, inode=inode) for port, state, inode in rows) + "garbage\n   1: x y z\n"
         (tmp_path / "net" / "tcp").write_text(text, encoding="ascii")
+        entry(tmp_path, 20)
+        entry(tmp_path, 30)
         for pid, inode in ((30, 14), (20, 14), (20, 999)):
             folder = tmp_path / str(pid) / "fd"
             folder.mkdir(parents=True, exist_ok=True)
