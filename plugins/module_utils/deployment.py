@@ -14,7 +14,8 @@ import time
 import typing as t
 
 from ansible_collections.rankzero.inference.plugins.module_utils import mounts, service_managers, shard_log, shard_places, teardown, traces
-from ansible_collections.rankzero.inference.plugins.module_utils.revisions import SECRETS, Owner, Revisions, replace_file
+from ansible_collections.rankzero.inference.plugins.module_utils.replica_directories import SECRETS
+from ansible_collections.rankzero.inference.plugins.module_utils.revisions import Owner, Revisions, replace_file
 from ansible_collections.rankzero.inference.plugins.module_utils.service_managers import Manager, RunCommand, ServiceError, Supervisor, Systemd
 
 KEEP_REVISIONS = 3

@@ -17,23 +17,11 @@ import stat
 import typing as t
 
 from ansible_collections.rankzero.inference.plugins.module_utils import secret_check, small_files
-
-SECRETS = "secrets"
-PROVEN = "proven.json"
-"""Beside a revision's files from the moment that the gate has passed on this host: C({at: epoch seconds}). Proven is a revision that all ranks have so."""
+from ansible_collections.rankzero.inference.plugins.module_utils.replica_directories import PROVEN, SECRETS, ReplicaDirectories
 
 
-class Revisions:
+class Revisions(ReplicaDirectories):
     """Everything below C(<root>/etc/rankzero/<replica>). Raises OSError, with the path in it, where the file system refuses."""
-
-    def __init__(self, root: str, replica: str) -> None:
-        base = root.rstrip("/")
-        self.replica = replica
-        self.config_root = base + "/etc/rankzero"
-        self.directory = "%s/%s" % (self.config_root, replica)
-        self.state_dir = "%s/run/rankzero/%s" % (base, replica)
-        self.work_dir = "%s/var/lib/rankzero/%s" % (base, replica)
-        self.log_dir = "%s/var/log/rankzero/%s" % (base, replica)
 
     def path(self, fingerprint: str) -> str:
         return "%s/revisions/%s" % (self.directory, fingerprint)
@@ -182,9 +170,6 @@ class Revisions:
             if os.path.basename(parent) == "rankzero" and os.path.isdir(parent) and not os.listdir(parent):
                 os.rmdir(parent)
         return removed
-
-    def present(self) -> t.List[str]:
-        return [path for path in (self.directory, self.state_dir, self.work_dir, self.log_dir) if os.path.lexists(path)]
 
     def state(self) -> t.Dict[str, t.Any]:
         """state.json, or {} where it is not there or not readable."""

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ansible_collections.rankzero.inference.plugins.module_utils import processes, secret_check, small_files
-from ansible_collections.rankzero.inference.plugins.module_utils.revisions import PROVEN, SECRETS
+from ansible_collections.rankzero.inference.plugins.module_utils.replica_directories import PROVEN, SECRETS
 
 Facts = dict[str, Any]
 RunCommand = Callable[[list[str]], tuple[int, str, str]]

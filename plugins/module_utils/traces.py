@@ -15,7 +15,7 @@ import os
 from typing import Any
 
 from ansible_collections.rankzero.inference.plugins.module_utils import processes, small_files
-from ansible_collections.rankzero.inference.plugins.module_utils.revisions import Revisions
+from ansible_collections.rankzero.inference.plugins.module_utils.replica_directories import ReplicaDirectories
 
 UNIT_DIRECTORY = "/etc/systemd/system"
 NO_REPLICA = ("engines.d", "facts.d")
@@ -27,17 +27,17 @@ def read(replica_root: str, proc_root: str = "/proc", unit_directory: str = UNIT
     table = table or processes.ProcessTable(proc_root)
     found: dict[str, dict[str, Any]] = {}
     for name in _names(replica_root, unit_directory) | _marked_names(table):
-        store = Revisions(replica_root, name)
+        store = ReplicaDirectories(replica_root, name)
         entry = {"unit": unit_of(store, unit_directory), "pids": pids(store, table), "paths": store.present()}
         if any(entry.values()):
             found[name] = entry
-    return {"replicas": found, "made_users": made_users(Revisions(replica_root, "").config_root)}
+    return {"replicas": found, "made_users": made_users(ReplicaDirectories(replica_root, "").config_root)}
 
 
 def _names(replica_root: str, unit_directory: str) -> set[str]:
     """Replicas that have a directory or a service file. A name that is none of ours (`..`, a file) is not taken for one."""
     found: set[str] = set()
-    one = Revisions(replica_root, "x")
+    one = ReplicaDirectories(replica_root, "x")
     for folder in {os.path.dirname(path) for path in (one.directory, one.state_dir, one.work_dir, one.log_dir)}:
         found.update(name for name in small_files.names(folder) if name not in NO_REPLICA and os.path.isdir(os.path.join(folder, name)))
     for folder in (unit_directory, os.path.dirname(wanted_link(unit_directory, "x"))):
@@ -66,7 +66,7 @@ def wanted_link(unit_directory: str, replica: str) -> str:
     return os.path.join(unit_directory, "multi-user.target.wants", "inference-%s.service" % replica)
 
 
-def unit_of(store: Revisions, unit_directory: str = UNIT_DIRECTORY) -> str | None:
+def unit_of(store: ReplicaDirectories, unit_directory: str = UNIT_DIRECTORY) -> str | None:
     """The unit file of the replica, if it is of this root; or the link to one that is gone (of / alone: a link does not tell its root)."""
     path = os.path.join(unit_directory, "inference-%s.service" % store.replica)
     content, _problem = small_files.read_bytes(path)
@@ -76,7 +76,7 @@ def unit_of(store: Revisions, unit_directory: str = UNIT_DIRECTORY) -> str | Non
     return link if is_system(store) and os.path.islink(link) and not os.path.exists(link) else None
 
 
-def is_system(store: Revisions) -> bool:
+def is_system(store: ReplicaDirectories) -> bool:
     """Whether the root is / itself."""
     return store.config_root == "/etc/rankzero"
 
@@ -84,14 +84,14 @@ def is_system(store: Revisions) -> bool:
 # ---- processes
 
 
-def pids(store: Revisions, table: processes.ProcessTable | None = None) -> list[int]:
+def pids(store: ReplicaDirectories, table: processes.ProcessTable | None = None) -> list[int]:
     """The replica's processes: those with its marker or in its unit, its run_shard.py, and its supervisord. Never this one or those above it."""
     table = table or processes.ProcessTable()
     own = set(table.line_of(os.getpid())) | {os.getpid()}
     return [pid for pid in table.programs() if pid not in own and _is_ours(store, table, pid)]
 
 
-def _is_ours(store: Revisions, table: processes.ProcessTable, pid: int) -> bool:
+def _is_ours(store: ReplicaDirectories, table: processes.ProcessTable, pid: int) -> bool:
     shard = table.shard_of(pid)
     if shard is not None:
         return shard.replica == store.replica and _is_here(store, table, pid)
@@ -99,7 +99,7 @@ def _is_ours(store: Revisions, table: processes.ProcessTable, pid: int) -> bool:
     return _runs_shard(store, words) or _is_supervisord(store, words)
 
 
-def _is_here(store: Revisions, table: processes.ProcessTable, pid: int) -> bool:
+def _is_here(store: ReplicaDirectories, table: processes.ProcessTable, pid: int) -> bool:
     """The run_shard.py above a process tells its root by its path; of an orphan its HOME does. A program that wiped its environment tells nothing,
     and counts as this root's only where the root is /."""
     for above in table.line_of(pid):
@@ -111,7 +111,7 @@ def _is_here(store: Revisions, table: processes.ProcessTable, pid: int) -> bool:
     return home == store.work_dir.encode() if home else is_system(store)
 
 
-def _runs_shard(store: Revisions, words: list[bytes]) -> bool:
+def _runs_shard(store: ReplicaDirectories, words: list[bytes]) -> bool:
     """An interpreter that runs our run_shard.py; not an editor that has it open, and not one that only shows or checks."""
     place = next((index for index, word in enumerate(words) if index and not word.startswith(b"-")), 0)
     if not place or not os.path.basename(words[0]).startswith(b"python"):
@@ -119,7 +119,7 @@ def _runs_shard(store: Revisions, words: list[bytes]) -> bool:
     return words[place].startswith(store.directory.encode() + b"/") and words[place].endswith(b"/run_shard.py") and not {b"--show", b"--check"} & set(words)
 
 
-def _is_supervisord(store: Revisions, words: list[bytes]) -> bool:
+def _is_supervisord(store: ReplicaDirectories, words: list[bytes]) -> bool:
     return (store.directory + "/supervisord.conf").encode() in words and any(os.path.basename(word) == b"supervisord" for word in words[:2])
 
 

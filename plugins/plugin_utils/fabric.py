@@ -139,8 +139,7 @@ def _definition(part: str, named: t.Mapping[str, t.Any], hosts: Hosts, findings:
         "replica_fabric",
         part,
         "a name in replica_fabrics, a key as node facts give it (ib:..., roce:..., nvl:...), efa or none",
-        ("Did you mean %s? " % close if close else "")
-        + "The hosts have: %s." % "; ".join(alike({host: _listed(hosts[host]) for host in hosts})),
+        ("Did you mean %s? " % close if close else "") + "The hosts have: %s." % "; ".join(alike({host: _listed(hosts[host]) for host in hosts})),
     )
     return None
 

@@ -62,7 +62,15 @@ def sleeping(code: str) -> str:
 
 
 def entry(
-    root: pathlib.Path, pid: int, *, ppid: int = 1, session: int | None = None, environ: str | None = None, cgroup: str = "0::/", comm: str = "python", flags: int = 0
+    root: pathlib.Path,
+    pid: int,
+    *,
+    ppid: int = 1,
+    session: int | None = None,
+    environ: str | None = None,
+    cgroup: str = "0::/",
+    comm: str = "python",
+    flags: int = 0,
 ) -> None:
     """One process in a made-up /proc."""
     folder = root / str(pid)
