@@ -257,13 +257,14 @@ def _address(text: str) -> str:
 def _owners(proc_root: str, inodes: set[int], table: ProcessTable | None = None, pids: list[int] | None = None) -> dict[int, int]:
     """The lowest pid that has each socket open. A forked child shares its parent's sockets; the parent is the one to name."""
     owners: dict[int, int] = {}
+    wanted = inodes - {0}  # a socket that was closed and still has something to send has no inode, and nobody's file is it
     for pid in (table or ProcessTable(proc_root)).programs() if pids is None else pids:
         folder = os.path.join(proc_root, str(pid), "fd")
         for name in _names(folder):
             inode = _socket_inode(f"{folder}/{name}")
-            if inode in inodes:
+            if inode in wanted:
                 owners.setdefault(inode, pid)
-        if len(owners) == len(inodes):
+        if len(owners) == len(wanted):
             break
     return owners
 
