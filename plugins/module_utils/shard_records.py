@@ -9,8 +9,10 @@ The files are the collection's own (docs/architecture.md). One that is damaged l
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import stat
 from collections.abc import Callable
 from typing import Any
 
@@ -195,6 +197,9 @@ def kept_revision(folder: str, name: str) -> Facts:
         problem = "its launch.json is of another revision"
     elif problem is None and missing:
         problem = "without %s" % ", ".join(missing)
+    elif problem is None:
+        gone = [path for path in start_needs(launch) if is_gone(path)]
+        problem = "it cannot start without %s, where nothing is" % " and ".join(gone) if gone else None
     return {
         "revision": name,
         "rank": whole(launch.get("rank")),
@@ -205,6 +210,23 @@ def kept_revision(folder: str, name: str) -> Facts:
         "proven": os.path.isfile(os.path.join(folder, PROVEN)),
         "problem": problem,
     }
+
+
+def start_needs(launch: Facts) -> list[str]:
+    """Paths outside of a revision without which its engine cannot start: its programs, its model and its adapters."""
+    programs = [entry.get("path") for entry in entries(launch.get("launches"))]
+    reads = launch["reads"] if isinstance(launch.get("reads"), list) else []
+    return sorted({path for path in [*programs, *reads] if isinstance(path, str) and os.path.isabs(path)}, key=small_files.natural_key)
+
+
+def is_gone(path: str) -> bool:
+    """Whether nothing is there, or an empty directory, as a mount point is without its file system. What this user may not look at is not gone."""
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode) and not os.listdir(path)
+    except OSError as error:
+        return error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+    except ValueError:  # a null byte
+        return True
 
 
 def revision(link: str) -> str | None:

@@ -49,14 +49,13 @@ def choose_revision(
     revision = wanted or (_current(records, findings) if goal == "current" else _previous(replica, records, known, findings))
     if revision is None:
         return {}
-    problems = _problems(revision, records)
-    for where, wrong in problems.items():
-        seen = _has(records[where]) if where is not None else wrong
+    for where, wrong in _problems(revision, records).items():
+        elsewhere = goal == "previous" or wanted
         findings.fault(
             "shards.%s.revisions" % replica,
-            seen,
-            "revision %s, whole, on every rank%s" % (revision, ": " + wrong if where is not None else ""),
-            _other_revisions(records) if goal == "previous" or wanted else "Deploy the replica, on all of its hosts.",
+            _has(records[where]) if elsewhere and where is not None else "revision %s: %s" % (revision, wrong) if where is not None else wrong,
+            "revision %s, whole, on every rank%s" % (revision, ": " + wrong if elsewhere and where is not None else ""),
+            _other_revisions(records) if elsewhere else "Bring back what is missing, or deploy the replica, on all of its hosts.",
             host=where,
         )
     if findings.faults:

@@ -457,13 +457,18 @@ def _choose_builds(ranks: list[Rank], profile: Profile, engine: Engine, findings
     )
 
 
+def _reads(one: Rank, profile: Profile, engine: Engine) -> list[str]:
+    """What the rank's engine reads at every start, besides what is installed and what a revision holds."""
+    return [profile.model_path, *(adapter.path for adapter in profile.adapters)] if engine.needs_model(profile, one.rank) else []
+
+
 def _check_container(one: Rank, profile: Profile, engine: Engine, findings: Findings) -> None:
     """A build that is an image sees the directories that it was given, and podman needs root for the host's network and devices."""
     container = one.build.get("container")
     if not container:
         return
     where, host, rank = "engines.%s" % engine.name, one.host.name, one.rank
-    for path in [profile.model_path, *(adapter.path for adapter in profile.adapters)] if engine.needs_model(profile, one.rank) else ():
+    for path in _reads(one, profile, engine):
         if not any(path == folder or path.startswith(folder.rstrip("/") + "/") for folder in container["mounts"]):
             findings.fault(
                 where,
@@ -864,6 +869,7 @@ def _planned_shard(
         "http_port": shard.http_port,
         "tie": tie,
         "restart": RESTART,
+        "reads": _reads(one, profile, engine),
         **_secrets(launches, tie),
         "program_files": list(engine.program_files),
         "revision_files": dict(engine.revision_files(shard, {name for launch in launches for name in (*launch["env"], *launch["secret_env"])})),

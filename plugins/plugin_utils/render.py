@@ -119,6 +119,7 @@ def launch_document(shard: Plan, shared: t.Mapping[str, str]) -> dict[str, t.Any
         "leader_port": shard["leader_port"],
         "http_port": shard["http_port"],
         "build": shard["build"],
+        "reads": list(shard["reads"]),
         "secrets": list(shard["secrets"]),
         "tie": shard["tie"],
         "tie_port": shard["tie"]["port"] if shard["tie"] else None,

@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -156,10 +157,11 @@ def runner(hosts: fleet.Fleet, model: pathlib.Path, outputs: list[str]) -> Calla
 
 
 @pytest.mark.slow
-def test_rollback_and_restart(make_fleet: MakeFleet, model: pathlib.Path) -> None:
-    """Back and forth between two revisions, and a restart of all ranks. No run leaves a lock."""
+def test_rollback_and_restart(make_fleet: MakeFleet, model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """Back and forth between two revisions, and a restart of all ranks; neither stops anything while the model is not there. No run leaves a lock."""
     hosts = make_fleet(["gpu-a", "gpu-b"], gpus=1, replica=NAME)
-    run = runner(hosts, model, [])
+    mounted = pathlib.Path(shutil.copy(model, tmp_path / "mounted.gguf"))
+    run = runner(hosts, mounted, [])
     ok(run("deploy_replica"))
     first = current(hosts)
     ok(run("deploy_replica", "--max-model-len", "2048"))
@@ -175,6 +177,13 @@ def test_rollback_and_restart(make_fleet: MakeFleet, model: pathlib.Path) -> Non
     before = hosts.marked()
     ok(run("restart_replica"))
     assert current(hosts) == second and proven(hosts) and not set(before) & set(hosts.marked()) and no_locks(hosts)
+
+    before = hosts.marked()
+    mounted.rename(tmp_path / "unmounted.gguf")
+    for playbook in ("restart_replica", "rollback_replica"):
+        said = refused(run(playbook))
+        assert f"it cannot start without {mounted}, where nothing is" in said and "1. gpu-a: " in said and "2. gpu-b: " in said, said
+    assert hosts.marked() == before and proven(hosts) and request(url_of(hosts), "/v1/models")[0] == 200 and no_locks(hosts), "it serves as before"
 
 
 @pytest.mark.slow

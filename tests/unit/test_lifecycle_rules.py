@@ -191,6 +191,30 @@ def test_a_kept_revision_says_what_it_lacks(tmp_path: pathlib.Path) -> None:
     assert shard_records.kept_revisions(str(tmp_path / "none")) == []
 
 
+def test_a_kept_revision_needs_its_model_its_adapters_and_its_programs(tmp_path: pathlib.Path) -> None:
+    folder = tmp_path / "glm/revisions/f1"
+    folder.mkdir(parents=True)
+    for name in ("shard.env", "run_shard.py"):
+        (folder / name).write_text("x")
+    model, adapter, program = (tmp_path / name for name in ("model", "adapter", "vllm"))
+    launch = {"fingerprint": "f1", "launches": [{"path": str(program)}], "reads": [str(model), str(adapter), 7, "relative", "/\0"]}
+    (folder / "launch.json").write_text(json.dumps(launch))
+
+    def problem() -> str | None:
+        text = shard_records.kept_revisions(str(tmp_path / "glm"))[0]["problem"]
+        return str(text) if text else None
+
+    assert problem() == "it cannot start without /\0 and %s and %s and %s, where nothing is" % (adapter, model, program)
+    launch["reads"].remove("/\0")
+    (folder / "launch.json").write_text(json.dumps(launch))
+    program.write_text("#!/bin/sh\n")
+    adapter.write_text("x")
+    model.mkdir()
+    assert problem() == f"it cannot start without {model}, where nothing is", "a mount point without its file system is an empty directory"
+    (model / "config.json").write_text("{}")
+    assert problem() is None
+
+
 # ---- requests in flight
 
 NAMES = ("vllm:num_requests_running", "vllm:num_requests_waiting")
