@@ -50,14 +50,15 @@ def choose_revision(
     if revision is None:
         return {}
     for where, wrong in _problems(revision, records).items():
-        elsewhere = goal == "previous" or wanted
-        findings.fault(
-            "shards.%s.revisions" % replica,
-            _has(records[where]) if elsewhere and where is not None else "revision %s: %s" % (revision, wrong) if where is not None else wrong,
-            "revision %s, whole, on every rank%s" % (revision, ": " + wrong if elsewhere and where is not None else ""),
-            _other_revisions(records) if elsewhere else "Bring back what is missing, or deploy the replica, on all of its hosts.",
-            host=where,
-        )
+        whole = "revision %s, whole, on every rank" % revision
+        if goal == "current" and not wanted:
+            seen = wrong if where is None else "revision %s: %s" % (revision, wrong)
+            hint = "Bring back what is missing, or deploy the replica, on all of its hosts."
+        else:
+            seen = wrong if where is None else _has(records[where])
+            whole += "" if where is None else ": " + wrong
+            hint = _other_revisions(records)
+        findings.fault("shards.%s.revisions" % replica, seen, whole, hint, host=where)
     if findings.faults:
         return {}
     entries = {host: _entry(record, revision) or {} for host, record in records.items()}
