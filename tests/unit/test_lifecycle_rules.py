@@ -76,7 +76,7 @@ def test_all_ranks_go_back_to_the_revision_before_and_forward_again() -> None:
         (host(0, previous=None), host(1, previous=None), "previous", "with -e revision=FINGERPRINT, or deploy: older, old."),
         (host(0, previous=None, kept=("new",)), host(1, previous=None, kept=("new",)), "previous", "all ranks. No other revision is whole on all ranks"),
         (host(0, kept=("old", "new")), host(1, kept=("new",)), "previous", "it is not there. No other revision is whole on all ranks"),
-        (host(0), host(1, kept=("old",)), "current", "revision new: it is not there, wanted revision new, whole, on every rank. Bring back what is missing, or deploy"),
+        (host(0), host(1, kept=("old",)), "current", "revision new: it is not there, wanted revision new, whole, on every rank. Bring back what"),
         (
             host(0),
             host(1, kept=("new",)),
