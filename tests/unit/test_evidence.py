@@ -735,7 +735,7 @@ def after_an_end(stage: str, rank: int = 1, kind: str = "launch", *, own: bool =
 )
 def test_stages_of_the_tie(stage: str, shown: str, text: str) -> None:
     observation = observed(http=None)
-    observation["state"].update(stage=stage, detail="waits for rank 1 since 2026-01-31T12:00:00Z (it has not come yet)", launches=[])
+    observation["state"].update(stage=stage, detail="waits for rank 1 since 2026-01-31T12:00:00Z (not seen yet)", launches=[])
     verdict = judge(observation)
     assert verdict["stage"] == shown and verdict["reason"].startswith(text) and not verdict["failed"]
 

@@ -1269,6 +1269,12 @@ def ranks(revisions):
     return lambda count=2, **more: Ranks(revisions, count, **more)
 
 
+def test_ranks_that_are_missing_alike_are_told_together(ranks):
+    replica = ranks(3)
+    replica.start(0)
+    assert re.fullmatch("waits for rank 1, 2 since 20[^ ]+ [(]not seen yet[)]", replica[0].reach("tying")["detail"])
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
 def test_ranks_start_together_in_whatever_order_their_hosts_come(ranks, order):
     replica = ranks(3)

@@ -1833,7 +1833,7 @@ class Leader:
         self.number = number  # the highest that any rank has seen
         self.failures: list[float] = []  # when counted ends happened
         self.heard: dict[int, float] = {}  # tied followers
-        self.missing: dict[int, tuple[float, str]] = dict.fromkeys(range(1, nodes), (now, "it has not come yet"))
+        self.missing: dict[int, tuple[float, str]] = dict.fromkeys(range(1, nodes), (now, "not seen yet"))
         self.busy: set[int] = {0}  # ranks on which processes of a run may still be
         self.not_before = now
         self.restart = restart
@@ -2238,8 +2238,11 @@ class Alone:
         """Stage and detail while no run is on."""
         leader = self.leader
         if leader.missing:
-            waits = [f"rank {rank} since {self.since(rank, at)} ({why})" for rank, (at, why) in sorted(leader.missing.items())]
-            return TYING, f"waits for {', '.join(waits)}"
+            alike: dict[tuple[float, str], list[int]] = {}
+            for rank, how in sorted(leader.missing.items()):
+                alike.setdefault(how, []).append(rank)
+            waits = [f"rank {', '.join(map(str, ranks))} since {self.since(ranks[0], at)} ({why})" for (at, why), ranks in alike.items()]
+            return TYING, f"waits for {'; '.join(waits)}"
         others = sorted(leader.busy - {0})
         if others:
             return TYING, f"waits until rank {', '.join(map(str, others))} has ended its processes of run {self.run.id}"
