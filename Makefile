@@ -26,7 +26,7 @@ help:
 	@echo "make sanity            ansible-test sanity on the committed tree"
 	@echo "make units             ansible-test units on the committed tree: the unit tests as collections run theirs"
 	@echo "make lint              ruff, mypy, ansible-lint, antsibull-docs, antsibull-changelog, reuse and galaxy-importer; lint-python, lint-ansible ... alone"
-	@echo "make matrix            unit and end-to-end tests on every Python and ansible-core that can be had here (CELLS=\"3.13:2.22 3.9\" for some)"
+	@echo "make matrix            unit and end-to-end tests on every Python and ansible-core that can be had here (CELLS=\"3.13:2.22 3.9\" for some, --life or --smoke for less)"
 	@echo "make lab-test          tests on several real hosts, all molecule scenarios among them (root, Debian packages)"
 	@echo "make lab-quick         the same with three scenarios; SCENARIO=\"upgrade removal\" for others, make molecule for those alone"
 	@echo "make lab-ci            two hosts: the simulator, llama.cpp and molecule's default scenario (root, about 3 minutes)"

@@ -6,6 +6,7 @@
     tests/matrix.py                     all cells
     tests/matrix.py 3.13:2.22 3.9       some
     tests/matrix.py --life 3.12:2.21    without the unit tests: enough to see that another ansible-core runs all of it, in few minutes
+    tests/matrix.py --smoke 3.12:2.21   a replica's life and a refused plan, in a minute: for continuous integration
 
 A cell PYTHON:CORE is a controller: unit tests, and a replica's whole life end to end. A cell PYTHON alone is a host: the same life with the modules and
 the service under that Python, and the oldest controller's Ansible. Environments are kept in .venv-matrix/.
@@ -27,6 +28,7 @@ CONTROLLERS = ["3.11:2.19", "3.12:2.19", "3.13:2.19", "3.12:2.21", "3.13:2.21", 
 HOSTS = ["3.9", "3.10", "3.12", "3.13", "3.14"]
 UNITS = ["tests/unit", "-m", "not slow and not lab"]
 LIFE = ["tests/e2e/test_simulated_replica.py", "tests/e2e/test_recorded_facts.py", "tests/e2e/test_awx_runner.py", "-m", "not slow and not lab"]
+SMOKE = ["tests/e2e/test_simulated_replica.py", "-k", "test_life_of_a_replica or test_every_fault_at_once_and_nothing_changed"]
 
 
 class Skipped(Exception):
@@ -60,17 +62,16 @@ def environment(name: str, version: str, *requirements: str) -> str:
     return python
 
 
-def run_cell(cell: str, life: bool) -> None:
+def run_cell(cell: str, parts: list[list[str]]) -> None:
     version, _colon, core = cell.partition(":")
     if core:
         python = environment(cell.replace(":", "-"), version, CORES[core], "-r", "requirements/demo.txt", "-r", "requirements/test.txt")
-        if not life:
-            pytest(python, UNITS)
-        pytest(python, LIFE)
+        for part in parts:
+            pytest(python, part)
         return
     host = environment(f"host-{version}", version, "nvidia-ml-py>=12.535", "supervisor>=4.2.5", "setuptools<81")
     controller = environment("3.11-2.19", "3.11", CORES["2.19"], "-r", "requirements/demo.txt", "-r", "requirements/test.txt")
-    pytest(controller, LIFE, RANKZERO_HOST_PYTHON=host)
+    pytest(controller, parts[-1], RANKZERO_HOST_PYTHON=host)
 
 
 def pytest(python: str, arguments: list[str], **variables: str) -> None:
@@ -80,12 +81,13 @@ def pytest(python: str, arguments: list[str], **variables: str) -> None:
 def main() -> int:
     os.chdir(ROOT)
     results = {}
-    cells = [cell for cell in sys.argv[1:] if cell != "--life"]
+    cells = [word for word in sys.argv[1:] if not word.startswith("--")]
+    parts = [SMOKE] if "--smoke" in sys.argv else [LIFE] if "--life" in sys.argv else [UNITS, LIFE]
     for cell in cells or CONTROLLERS + HOSTS:
         started = time.monotonic()
         print(f"\n=== {cell} ===", flush=True)
         try:
-            run_cell(cell, "--life" in sys.argv)
+            run_cell(cell, parts)
             results[cell] = "passed"
         except Skipped as reason:
             results[cell] = f"skipped: {reason}"
