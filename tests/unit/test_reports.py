@@ -228,3 +228,15 @@ def test_a_status_says_what_it_could_not_see() -> None:
     text = status.text("glm", status.ranks("glm", {"a": (None, None), "b": ({"shards": {"glm": record}}, None)}), ["a", "b"], silent=["a"])
     assert text.startswith("Replica glm: NOT ready\n") and "rank 0 is on none of the hosts that answered" in text
     assert text.endswith("a does not answer: whether it has a rank, and how that is, is not known")
+
+
+def test_hosts_of_a_pool_without_a_part_say_nothing_and_do_not_take_the_report() -> None:
+    failed = {"verdict": {"reason": "it ended"}, "failed": True}
+    unlocked = {"__replica_unlocked": {"changed": False, "ok": True}}
+    variables = {"free": unlocked, "a": {"ansible_failed_result": failed, **unlocked}, "b": unlocked, "old": unlocked, "full": unlocked}
+    plan = {"replica": "glm", "shards": {"a": {"rank": 0}, "b": {"rank": 1}}, "way_back": {"revision": "r1", "hosts": {"a": 0, "old": 1}}}
+    told = {host: failures_filter.failure_summary(list(variables), variables, plan, "deployed", host) for host in variables}
+    assert told["free"] == told["full"] == "" and len(told["a"].splitlines()) > 1
+    assert told["b"] == told["old"] == told["a"].splitlines()[0] + " The report is at a."
+    variables["full"] = {"ansible_failed_result": {"msg": "no space"}, **unlocked}
+    assert failures_filter.failure_summary(list(variables), variables, plan, "deployed", "full").endswith("The report is at a.")
