@@ -4,7 +4,8 @@
 """What AWX asks of surveys and credential types, and what it makes of them at a launch, for tests without a server.
 
 Own words for the rules of AWX 24: `_validate_spec_data` of its survey view, `_survey_element_validation` and `_update_unified_job_kwargs` of its models,
-`CredentialTypeInputField` and `CredentialTypeInjectorField`, and how a job injects a credential.
+`CredentialTypeInputField` and `CredentialTypeInjectorField`, how a job injects a credential, and `safe_dump`, by which extra variables reach Ansible.
+Compared with AWX itself, question by question: tests/awx.
 """
 
 from __future__ import annotations
@@ -98,14 +99,29 @@ def answer_faults(survey: dict[str, Any], answers: dict[str, Any]) -> list[str]:
 
 
 def extra_variables(survey: dict[str, Any], answers: dict[str, Any]) -> dict[str, Any]:
-    """What the play gets: defaults that are valid answers, then the answers. An optional text that was left empty is there, as an empty string."""
-    assert answer_faults(survey, {**{question["variable"]: question.get("default") for question in survey["spec"] if question["required"]}, **answers}) == []
+    """The job's extra variables: defaults that are valid answers, then the answers. An optional text that was left empty is there, as an empty string.
+
+    A required question has to be answered even where it has a default.
+    """
+    assert answer_faults(survey, answers) == []
     defaults = {}
     for question in survey["spec"]:
         default = question.get("default")
         if default is not None and not answer_faults({"spec": [question]}, {question["variable"]: default}):
             defaults[question["variable"]] = default
     return {**defaults, **answers}
+
+
+class _UnsafeTexts(yaml.SafeDumper):
+    """All texts marked, keys too."""
+
+    def represent_data(self, data: Any) -> yaml.Node:
+        return self.represent_scalar("!unsafe", data) if isinstance(data, str) else super().represent_data(data)
+
+
+def extra_variables_file(extra: dict[str, Any]) -> str:
+    """env/extravars of a job. ansible-core 2.19 reads the value of !unsafe as YAML does without quotes: "" is null, "8000" a number (ansible/awx#16205)."""
+    return "---\n" + "".join(yaml.dump({name: value}, Dumper=_UnsafeTexts, default_flow_style=False) for name, value in extra.items())
 
 
 def credential_type_faults(kind: dict[str, Any]) -> list[str]:

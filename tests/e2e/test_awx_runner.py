@@ -23,6 +23,7 @@ from test_simulated_replica import request
 MakeFleet = Callable[..., fleet.Fleet]
 CONFIGURATION = awx_rules.configuration()
 TEMPLATES = {template["name"].removeprefix("Inference - "): template for template in CONFIGURATION["controller_templates"]}
+(WORKFLOW,) = CONFIGURATION["controller_workflows"]
 KEY = "awx-k3y-0123456789"
 
 
@@ -63,21 +64,21 @@ def launch(
     hosts: fleet.Fleet, template: str, folder: pathlib.Path, *, names: list[str] | None = None, key: str | None = None, limit: str | None = None,
     meta: dict[str, Any] | None = None, forks: int | None = None, **answers: Any,
 ) -> Job:  # fmt: skip
-    """One job of a template: optional questions are left empty, and a credential's key comes by its file."""
+    """One job of a template: optional texts are left empty, questions with a default are left out, and a credential's key comes by its file."""
     chosen = TEMPLATES[template]
     survey = chosen["survey_spec"]
-    empty = {question["variable"]: "" for question in survey["spec"] if not question["required"]}
+    empty = {question["variable"]: "" for question in survey["spec"] if not question["required"] and question["default"] == ""}
     extra = awx_rules.extra_variables(survey, {**empty, **answers})
-    (folder / "runner").mkdir(parents=True)
+    (folder / "runner/env").mkdir(parents=True)
     if key:
         extra.update(awx_rules.inject(CONFIGURATION["controller_credential_types"][0], {"api_key": key}, folder))
     extra.update({"awx_job_id": 7, "awx_user_name": "ann", "awx_job_template_name": chosen["name"], **(meta or {})})
+    (folder / "runner/env/extravars").write_text(awx_rules.extra_variables_file(extra))
     done = ansible_runner.run(
         private_data_dir=str(folder / "runner"),
         project_dir=str(awx_rules.PROJECT),
         playbook=chosen["playbook"],
         inventory=str(awx_inventory(hosts, names)),
-        extravars=extra,
         forks=forks or chosen["forks"],
         limit=limit,
         cmdline="--check" if chosen["job_type"] == "check" else None,
@@ -141,6 +142,25 @@ def test_life_under_awx(make_fleet: MakeFleet, model: pathlib.Path, tmp_path: pa
     assert launch(hosts, "diagnose", tmp_path / "diagnose", replica_name="e2e").status == "successful"
     removed = launch(hosts, "remove", tmp_path / "remove", replica_name="e2e")
     assert removed.status == "successful" and hosts.marked() == [], removed.output
+
+
+def test_what_is_no_text_any_more_is_refused(make_fleet: MakeFleet, tmp_path: pathlib.Path) -> None:
+    """A profile "1.10" would be looked for as 1.1, and a build "0.10" be registered as 0.1."""
+    hosts = make_fleet(["gpu-a"], gpus=1, replica="e2e", replica_profile="tiny", replica_profiles={"1.1": {}})
+    planned = launch(hosts, "plan", tmp_path / "plan", replica_name="e2e", answer_replica_profile="1.10")
+    assert planned.status == "failed" and "answer_replica_profile: seen 1.1 (float), wanted text" in planned.said, planned.output
+    registered = launch(hosts, "register engine", tmp_path / "engine", engine_name="vllm", engine_path="/opt/vllm", engine_build_name="0.10")
+    assert registered.status == "failed" and "engine_build_name: seen 0.1 (float), wanted text" in registered.said, registered.output
+    assert roots(hosts) == []
+
+
+def test_a_workflow_fails_with_its_deploy(make_fleet: MakeFleet, tmp_path: pathlib.Path) -> None:
+    """AWX takes a handled failure for a success: so the node that handles it says why, and fails."""
+    hosts = make_fleet(["gpu-a"], gpus=1, replica="e2e", replica_profile="tiny", replica_profiles={"tiny": {}})
+    nodes = {node["identifier"]: node for node in WORKFLOW["workflow_nodes"]}
+    failing = nodes[nodes["deploy"]["related"]["failure_nodes"][0]["identifier"]]
+    told = launch(hosts, failing["unified_job_template"]["name"].removeprefix("Inference - "), tmp_path / "why", replica_name="e2e")
+    assert told.status == "failed" and "Replica e2e is on none of these hosts" in told.said and "The deploy of replica e2e failed" in told.said, told.output
 
 
 def test_parts_of_a_replica_are_refused(make_fleet: MakeFleet, model: pathlib.Path, tmp_path: pathlib.Path) -> None:
