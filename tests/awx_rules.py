@@ -5,7 +5,7 @@
 
 Own words for the rules of AWX 24: `_validate_spec_data` of its survey view, `_survey_element_validation` and `_update_unified_job_kwargs` of its models,
 `CredentialTypeInputField` and `CredentialTypeInjectorField`, how a job injects a credential, and `safe_dump`, by which extra variables reach Ansible.
-Compared with AWX itself, question by question: tests/awx.
+They were compared with AWX 24.6 itself, by launches with right and wrong answers to every question (docs/awx.md).
 """
 
 from __future__ import annotations
