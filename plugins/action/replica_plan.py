@@ -48,6 +48,7 @@ OPTIONS = (
     "replica_leader_port",
     "replica_tie_port",
     "replica_silent_seconds",
+    "replica_without_api_key",
 )
 ARGUMENTS: dict[str, t.Any] = {
     "replica": {"type": "raw"},

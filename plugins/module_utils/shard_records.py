@@ -35,7 +35,7 @@ def read(
 ) -> dict[str, Facts]:
     """`{replica: shard}` in the shape of `shards` in docs/architecture.md, with `errors: {file: sentence}` beside, and what keeps a replica
     in its place when it is planned again: `gpus` (UUIDs), `leader_port`, `http_port`,
-    `tie_port`, `run_ports`; `tie_id`, by which keys of the tie can be told apart; and `secret_problems`, sentences about secret files that are not
+    `tie_port`, `run_ports`; `tie_id`, by which keys of the tie can be told apart; `has_api_key`, true on the rank that serves with a key; and `secret_problems`, sentences about secret files that are not
     as a deploy wrote them.
 
     `run_command` is asked only when a replica has a systemd unit on this host: one `systemctl show` for all of them.
@@ -112,6 +112,7 @@ def read_shard(
     tie = launch["tie"] if isinstance(launch.get("tie"), dict) else {}
     shard["run_ports"] = [port for port in tie.get("run_ports") or [] if whole(port)] if isinstance(tie.get("run_ports"), list) else []
     shard["tie_id"] = tie_id(os.path.join(current, "secrets", "tie_key")) if tie else None
+    shard["has_api_key"] = "api_key" in launch["secrets"] if isinstance(launch.get("secrets"), list) else None
     shard["secret_problems"] = secret_check.problems(os.path.join(current, SECRETS))
     shard["revisions"] = kept_revisions(base)
     shard["gpus"] = [gpu["uuid"] for gpu in entries(launch.get("gpus")) if isinstance(gpu.get("uuid"), str)]

@@ -45,7 +45,7 @@ options:
     description:
       - What else the operator decides, under the names of the role's variables - C(replica_fabric), C(replica_fabrics), C(replica_leader),
         C(replica_http_port), C(replica_http_host), C(replica_leader_port), C(replica_tie_port),
-        C(replica_silent_seconds).
+        C(replica_silent_seconds), C(replica_without_api_key).
       - Empty strings, as surveys give them, count as unset.
     type: dict
     default: {}

@@ -331,6 +331,7 @@ _SHARD = {
     "profile": _text,
     "url": _text,
     "stage": _text,
+    "has_api_key": _flag,
     "revisions": _list(
         _mapping(
             {

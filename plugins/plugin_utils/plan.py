@@ -92,6 +92,7 @@ class Options:
     leader_port: int | None
     tie_port: int | None
     silent_seconds: int
+    without_api_key: bool  # a key that the replica has may go
 
 
 @dataclasses.dataclass
@@ -193,6 +194,7 @@ def _read_options(data: t.Any, findings: Findings) -> Options:
         leader_port=read.integer("replica_leader_port", None, 1, 65535),
         tie_port=read.integer("replica_tie_port", None, 1, 65535),
         silent_seconds=read.integer("replica_silent_seconds", DEFAULT_SILENT_SECONDS, 2, 3600) or DEFAULT_SILENT_SECONDS,
+        without_api_key=read.boolean("replica_without_api_key"),
     )
     read.refuse_unknown()
     return options
@@ -286,6 +288,7 @@ def _plan_hosts(
 ) -> dict[str, t.Any]:
     """Place the ranks, then everything that depends on where they are."""
     known = [host for host in request.hosts if host.name in facts]
+    _check_key(replica, request, options, facts, findings)
     options = dataclasses.replace(options, fabrics=fabric_names.for_hosts(options.fabrics, {host.name: host.groups for host in request.hosts}, findings))
     candidates = [placement.examine(host.name, facts[host.name], profile, replica, _stated_rank(host, findings)) for host in known]
     placed = None
@@ -321,6 +324,18 @@ def _plan_hosts(
         "to_fetch": model_checks.to_fetch(ranks, profile, engine),
         **_whole(request, options, replica, profile, engine, ranks, shards, choice, tie, findings),
     }
+
+
+def _check_key(replica: str, request: Request, options: Options, facts: t.Mapping[str, t.Any], findings: Findings) -> None:
+    """A vault file or a credential that was forgotten must not open a replica to everybody who reaches it."""
+    keyed = [host for host in sorted(facts, key=natural_key) if (facts[host]["shards"].get(replica) or {}).get("has_api_key")]
+    if keyed and request.key_digest is None and not options.without_api_key:
+        findings.fault(
+            "replica_api_key",
+            "nothing, and the replica that is deployed has a key (%s)" % ", ".join(keyed),
+            "the key, in replica_api_key or replica_api_key_file",
+            "Without it everybody who reaches the endpoint could use it. Where that is meant: replica_without_api_key: true.",
+        )
 
 
 def _leader(options: Options, request: Request, facts: t.Mapping[str, t.Any], findings: Findings) -> str | None:

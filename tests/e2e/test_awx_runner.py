@@ -120,7 +120,7 @@ def test_life_under_awx(make_fleet: MakeFleet, model: pathlib.Path, tmp_path: pa
         assert ok and ready["parent_uuid"] == ok[0]["parent_uuid"], "it came while its task ran"
 
     forgotten = launch(hosts, "deploy", tmp_path / "forgotten", replica_name="e2e")
-    assert forgotten.status == "failed" and "Replica e2e has an API key and this launch brings none" in forgotten.said, forgotten.output
+    assert forgotten.status == "failed" and "replica_api_key: seen nothing, and the replica that is deployed has a key" in forgotten.said, forgotten.output
     assert request(artifact["endpoint"], "/v1/models")[0] == 401
 
     again = launch(hosts, "deploy", tmp_path / "again", key=KEY, forks=forks, replica_name="e2e", answer_replica_profile="tiny")

@@ -224,7 +224,9 @@ def test_rollbacks_that_cannot_be_and_a_new_key(make_fleet: MakeFleet, model: pa
     again = run("rotate_api_key", "--max-model-len", "2048", replica_api_key=new_key)
     assert "New key" not in again.stdout and "The key, which is not new: 200. Old key: 401." in ok(again)
     assert "Nothing to do" in ok(again) and recap(again.stdout, "gpu-a")["changed"] == 0
-    assert "There is no new key" in refused(run("rotate_api_key", "--max-model-len", "2048", replica_api_key=""))
+    assert "the replica that is deployed has a key (gpu-a)" in refused(run("rotate_api_key", "--max-model-len", "2048", replica_api_key=""))
+    told = refused(run("rotate_api_key", "--max-model-len", "2048", replica_api_key="", replica_without_api_key=True))
+    assert "There is no new key" in told and request(url_of(hosts), "/v1/models")[0] == 401
     assert all(key not in output for output in outputs for key in (old_key, new_key))
     assert all(len(list((hosts.root(name) / "etc/rankzero" / NAME / "revisions").iterdir())) == 3 for name in hosts.hosts)
 

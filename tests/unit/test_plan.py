@@ -303,6 +303,13 @@ def test_a_pool_gives_the_hosts_that_fit_and_says_why_not_the_others() -> None:
     assert [host for host, field in faults({name: pool[name] for name in ("n1", "n2", "n3")})] == [None, "n1", "n2"]
 
 
+def test_a_key_that_is_not_given_does_not_open_a_replica_that_has_one() -> None:
+    pool = {name: changed(found, "shards", {"glm": {**shard(number), "has_api_key": number == 0}}) for number, (name, found) in enumerate(hosts(2).items())}
+    assert faults(pool) == [(None, "replica_api_key")]
+    assert good(pool, options={"replica_without_api_key": "true"})["shards"]["n1"]["secrets"] == ["tie_key"]
+    assert good({name: changed(found, "shards.glm.has_api_key", None) for name, found in pool.items()})["shards"], "a revision of before tells nothing"
+
+
 def test_what_holds_for_many_hosts_of_a_pool_is_one_line_of_the_table() -> None:
     text = plan_text(good(hosts(40)))
     assert "  Hosts that were not chosen:\n    n3, n4, n5, n6, n7, n8, n9, n10 and 30 more: not needed: 2 other hosts fit" in text

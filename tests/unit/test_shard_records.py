@@ -143,6 +143,7 @@ def test_running_and_ready(tmp_path, service):
         "tie_port": None,
         "run_ports": [],
         "tie_id": None,
+        "has_api_key": None,
         "secret_problems": [],
         "files_sha256": {"launch.json": hashlib.sha256(launch).hexdigest(), "shard.env": hashlib.sha256(b"A='1'\n").hexdigest()},
         "unit": {
