@@ -13,7 +13,8 @@ import errno
 import hashlib
 import os
 import stat
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ansible_collections.rankzero.inference.plugins.module_utils import processes, secret_check, small_files
@@ -27,6 +28,8 @@ NO_REPLICA = ("engines.d", "facts.d")
 LABELS = ("profile", "pool", "fabric", "engine")
 RUNNING_STATES = ("active", "activating", "reloading", "refreshing")
 MOST_FILES = 500
+ANSWER_SECONDS = 10.0  # a file system that takes longer to say what a path is would hold up a run, and an engine no less
+_NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ELOOP, errno.ENOTCONN)  # the last: a FUSE file system whose program has ended
 CLOCK_TOLERANCE = 5.0  # seconds between the start of a process by /proc and by its own record; /proc counts from a coarse boot time
 
 
@@ -184,10 +187,12 @@ def kept_revisions(base: str) -> list[Facts]:
             )
     except OSError:
         return []
-    return [kept_revision(os.path.join(parent, name), name) for _written, name in found]
+    silent: set[str] = set()
+    return [kept_revision(os.path.join(parent, name), name, silent) for _written, name in found]
 
 
-def kept_revision(folder: str, name: str) -> Facts:
+def kept_revision(folder: str, name: str, silent: set[str]) -> Facts:
+    """One entry of `kept_revisions`. `silent`: paths that have not answered; more are put there, and none is asked twice."""
     launch, problem = small_files.read_json(os.path.join(folder, "launch.json"), 16 * 1024 * 1024)
     launch = launch or {}
     ready: Facts = launch["ready"] if isinstance(launch.get("ready"), dict) else {}
@@ -199,8 +204,7 @@ def kept_revision(folder: str, name: str) -> Facts:
     elif problem is None and missing:
         problem = "without %s" % ", ".join(missing)
     elif problem is None:
-        gone = [path for path in start_needs(launch) if is_gone(path)]
-        problem = "it cannot start without %s, where nothing is" % " and ".join(gone) if gone else None
+        problem = what_is_gone(start_needs(launch), silent)
     return {
         "revision": name,
         "rank": whole(launch.get("rank")),
@@ -209,7 +213,7 @@ def kept_revision(folder: str, name: str) -> Facts:
         "serves_http": ready.get("serves_http") is True,
         "budget_seconds": whole(ready.get("budget_seconds")),
         "proven": os.path.isfile(os.path.join(folder, PROVEN)),
-        "problem": problem,
+        "problem": one_line(problem),
     }
 
 
@@ -217,7 +221,33 @@ def start_needs(launch: Facts) -> list[str]:
     """Paths outside of a revision without which its engine cannot start: its programs, its model and its adapters."""
     programs = [entry.get("path") for entry in entries(launch.get("launches"))]
     reads = launch["reads"] if isinstance(launch.get("reads"), list) else []
-    return sorted({path for path in [*programs, *reads] if isinstance(path, str) and os.path.isabs(path)}, key=small_files.natural_key)
+    return sorted({path for path in [*programs, *reads] if isinstance(path, str) and os.path.isabs(path)})
+
+
+def what_is_gone(paths: Sequence[str], silent: set[str], seconds: float = ANSWER_SECONDS) -> str | None:
+    """Why an engine that needs these paths cannot start, or None.
+
+    Who looks at a path of a dead NFS server may never come back: a thread looks, and the path that it cannot leave behind is `silent` from then on. What
+    comes after that path is not looked at.
+    """
+    gone: dict[str, bool] = {}
+    asked = [path for path in paths if path not in silent]
+
+    def look() -> None:
+        for path in asked:
+            gone[path] = is_gone(path)
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    seen = dict(gone)
+    missing = [path for path, is_missing in seen.items() if is_missing]
+    sentences = ["without %s, where nothing is" % " and ".join(missing)] if missing else []
+    silent.update(asked[len(seen) : len(seen) + 1])
+    unanswered = [path for path in paths if path in silent]
+    if unanswered:
+        sentences.append("before %s answers; it has not within %d seconds" % (" and ".join(unanswered), seconds))
+    return "it cannot start %s" % ", nor ".join(sentences) if sentences else None
 
 
 def is_gone(path: str) -> bool:
@@ -225,8 +255,8 @@ def is_gone(path: str) -> bool:
     try:
         return stat.S_ISDIR(os.stat(path).st_mode) and not os.listdir(path)
     except OSError as error:
-        return error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
-    except ValueError:  # a null byte
+        return error.errno in _NOT_THERE
+    except ValueError:  # a null byte, or half of a surrogate pair
         return True
 
 

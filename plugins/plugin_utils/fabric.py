@@ -367,7 +367,7 @@ def _candidates(keys: t.Iterable[str], ports: t.Mapping[str, list[Port]]) -> str
         "%s (%s)"
         % (
             key,
-            ", ".join(alike({host: "+".join(port_name(port) for port in found if key in keys_of(port)) for host, found in ports.items()})),
+            "; ".join(alike({host: "+".join(port_name(port) for port in found if key in keys_of(port)) for host, found in ports.items()})),
         )
         for key in keys
     )

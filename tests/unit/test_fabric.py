@@ -294,6 +294,8 @@ def test_ambiguity_lists_every_candidate_with_its_ports():
     text = refused(hosts)
     assert "roce:10.11.0.0/16 (a, b: mlx5_0:1); roce:10.12.0.0/16 (a, b: mlx5_1:1)" in text
     assert chosen(hosts, "roce:10.12.0.0/16") == {"a": ["mlx5_1:1"], "b": ["mlx5_1:1"]}
+    hosts["c"] = facts(port("mlx5_4", "10.11.0.9/16"), port("mlx5_5", "10.12.0.9/16", rate_gbps=100))
+    assert "roce:10.11.0.0/16 (a, b: mlx5_0:1; c: mlx5_4:1);" in refused(hosts), "a comma stands between hosts that have the same"
 
 
 def rails(count: int, hosts: str = "ab", order: Any = None) -> dict[str, Any]:

@@ -204,7 +204,7 @@ def test_a_kept_revision_needs_its_model_its_adapters_and_its_programs(tmp_path:
         text = shard_records.kept_revisions(str(tmp_path / "glm"))[0]["problem"]
         return str(text) if text else None
 
-    assert problem() == "it cannot start without /\0 and %s and %s and %s, where nothing is" % (adapter, model, program)
+    assert problem() == "it cannot start without /  and %s and %s and %s, where nothing is" % (adapter, model, program)
     launch["reads"].remove("/\0")
     (folder / "launch.json").write_text(json.dumps(launch))
     program.write_text("#!/bin/sh\n")
@@ -213,6 +213,34 @@ def test_a_kept_revision_needs_its_model_its_adapters_and_its_programs(tmp_path:
     assert problem() == f"it cannot start without {model}, where nothing is", "a mount point without its file system is an empty directory"
     (model / "config.json").write_text("{}")
     assert problem() is None
+    adapter.unlink()
+    adapter.symlink_to(adapter)
+    assert problem() == f"it cannot start without {adapter}, where nothing is", "a link to itself leads nowhere"
+    model.joinpath("config.json").unlink()
+    launch["reads"] = ["/" + "1" * 5000, "/a\n\x1b[2J\udc80b"]
+    (folder / "launch.json").write_text(json.dumps(launch))
+    assert problem() == "it cannot start without /a  [2J b, where nothing is", "one line of text, which a host's facts may carry"
+
+
+def test_a_path_that_does_not_answer_holds_nobody_up(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As below a mount of an NFS server that is gone: not even `stat` comes back."""
+    answers, real = threading.Event(), os.stat
+
+    def stat(path: str, *more: Any, **options: Any) -> os.stat_result:
+        if path == "/dead/model":
+            answers.wait(60)
+        return real(path, *more, **options)
+
+    monkeypatch.setattr(shard_records.os, "stat", stat)
+    paths = [str(tmp_path / "gone"), "/dead/model", str(tmp_path / "not looked at")]
+    silent: set[str] = set()
+    try:
+        said = shard_records.what_is_gone(["/", *paths], silent, 1)
+        again = shard_records.what_is_gone(["/", "/dead/model"], silent, 60)
+    finally:
+        answers.set()
+    assert said == f"it cannot start without {paths[0]}, where nothing is, nor before /dead/model answers; it has not within 1 seconds"
+    assert again == "it cannot start before /dead/model answers; it has not within 60 seconds", "it is not asked once more"
 
 
 # ---- requests in flight
