@@ -125,6 +125,7 @@ class ActionModule(ActionBase):
         self._warn_about_forks(plan, task_vars)
         self._compare(plan, request)
         plan["way_back"] = way_back.choose(str(replica), {host.name: host.facts for host in hosts})
+        self._warn_about_way_back(plan, {host.name: host.facts for host in hosts})
         return plan, {host.name: host.facts for host in request.hosts}
 
     def _key_in(self, path: str, findings: Findings) -> str | None:
@@ -237,6 +238,23 @@ class ActionModule(ActionBase):
                     str(forks),
                     "at least %d, one for each rank" % len(plan["shards"]),
                     "The wait still works, but progress lines of some ranks come late.",
+                ).as_dict()
+            )
+
+    @staticmethod
+    def _warn_about_way_back(plan: dict[str, t.Any], facts: dict[str, t.Any]) -> None:
+        back = plan["way_back"]
+        if not plan["shards"] or back["revision"] == plan["fingerprint"]:
+            return
+        for host, lacks in way_back.lacking(plan["replica"], facts, back).items():
+            plan["warnings"].append(
+                Fault(
+                    host,
+                    back["hosts"][host],
+                    "shards.%s.revisions" % plan["replica"],
+                    "revision %s: %s" % (back["revision"], lacks),
+                    "a revision that can start, to go back to",
+                    "Where this deploy fails, no rank serves until it is brought back.",
                 ).as_dict()
             )
 

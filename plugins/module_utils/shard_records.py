@@ -173,9 +173,10 @@ def restarts(state: Facts, unit: Facts | None) -> int | None:
 
 
 def kept_revisions(base: str) -> list[Facts]:
-    """`[{revision, rank, nodes, tie_id, serves_http, budget_seconds, proven, problem}]` of a replica, the oldest first.
+    """`[{revision, rank, nodes, tie_id, serves_http, budget_seconds, proven, problem, lacks}]` of a replica, the oldest first.
 
-    `proven`: the gate has passed with it on this host. `problem` says why one cannot be started, else null.
+    `proven`: the gate has passed with it on this host. `problem` says what is wrong with its files, `lacks` what else it cannot start without, each null
+    where all is well: a revision is kept, and gone back to, whatever it lacks, for a model may come back with its file system.
     """
     parent = os.path.join(base, "revisions")
     try:
@@ -203,8 +204,6 @@ def kept_revision(folder: str, name: str, silent: set[str]) -> Facts:
         problem = "its launch.json is of another revision"
     elif problem is None and missing:
         problem = "without %s" % ", ".join(missing)
-    elif problem is None:
-        problem = what_is_gone(start_needs(launch), silent)
     return {
         "revision": name,
         "rank": whole(launch.get("rank")),
@@ -214,6 +213,7 @@ def kept_revision(folder: str, name: str, silent: set[str]) -> Facts:
         "budget_seconds": whole(ready.get("budget_seconds")),
         "proven": os.path.isfile(os.path.join(folder, PROVEN)),
         "problem": one_line(problem),
+        "lacks": one_line(what_is_gone(start_needs(launch), silent)) if problem is None else None,
     }
 
 

@@ -343,6 +343,7 @@ _SHARD = {
                 "budget_seconds": _whole(),
                 "proven": _flag,
                 "problem": _text,
+                "lacks": _text,
             }
         )
     ),

@@ -88,12 +88,17 @@ def _entry(record: Facts, revision: str) -> Facts | None:
     return next((entry for entry in record["revisions"] if entry["revision"] == revision), None)
 
 
+def _wrong(entry: Facts) -> str:
+    """Why a kept revision cannot be started where it is; empty where it can."""
+    return entry["problem"] or entry["lacks"] or ""
+
+
 def _problems(revision: str, records: Records) -> dict[str | None, str]:
     """host -> why the replica cannot run this revision; {} where it can. The key None is for what concerns no one host."""
     entries = {host: _entry(record, revision) for host, record in records.items()}
     found: dict[str | None, str] = {host: "it is not there" for host, entry in entries.items() if entry is None}
     there = {host: entry for host, entry in entries.items() if entry is not None}
-    found.update({host: entry["problem"] for host, entry in there.items() if entry["problem"]})
+    found.update({host: _wrong(entry) for host, entry in there.items() if _wrong(entry)})
     if found:
         return found
     ranks = {host: entry["rank"] for host, entry in there.items()}
@@ -169,7 +174,7 @@ def _other_revisions(records: Records) -> str:
 
 
 def _has(record: Facts) -> str:
-    kept = ", ".join(entry["revision"] + (" (%s)" % entry["problem"] if entry["problem"] else "") for entry in record["revisions"])
+    kept = ", ".join(entry["revision"] + (" (%s)" % _wrong(entry) if _wrong(entry) else "") for entry in record["revisions"])
     return "current %s, previous %s, kept: %s" % (record["revision"] or "none", record["previous"] or "none", kept or "none")
 
 

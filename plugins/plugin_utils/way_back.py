@@ -22,6 +22,9 @@ Entries = t.Mapping[str, Record]  # host -> one kept revision as node facts saw 
 def choose(replica: str, facts: t.Mapping[str, t.Any]) -> dict[str, t.Any]:
     """The revision that was proven on every one of its ranks and is still whole there, the one that runs before any other; else nothing.
 
+    A revision that lacks its model or another thing outside of its files is gone back to all the same: what ran comes back with its model, whereas
+    nothing, or an older revision that nobody asked for, would take its place. C(lacking) says what it lacks.
+
     C(facts): host -> node facts, of every host of the play.
     C({revision: fingerprint|null, hosts: {host: rank}, leader: host|null, ready_timeout: seconds, rekey: bool}).  C(rekey): its ranks hold different keys
     of the tie (a run that wrote them anew was interrupted), so they need a new one.
@@ -43,6 +46,13 @@ def choose(replica: str, facts: t.Mapping[str, t.Any]) -> dict[str, t.Any]:
         "ready_timeout": max(budgets, default=DEFAULT_READY_SECONDS),
         "rekey": len({entry["tie_id"] for entry in usable[revision].values()}) > 1,
     }
+
+
+def lacking(replica: str, facts: t.Mapping[str, t.Any], back: t.Mapping[str, t.Any]) -> dict[str, str]:
+    """host -> what the revision to go back to cannot start without there; {} where it can start. C(back): of C(choose)."""
+    known = {host: host_facts.normalise(facts[host]) for host in back["hosts"]}
+    entries = {host: entry for host, found in known.items() for entry in found["shards"][replica]["revisions"] if entry["revision"] == back["revision"]}
+    return {host: entry["lacks"] for host, entry in entries.items() if entry["lacks"]}
 
 
 def _kept(record: Record) -> list[str]:

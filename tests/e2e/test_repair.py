@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -49,6 +50,33 @@ def test_a_shard_without_its_supervisord_is_taken_back(make_fleet: MakeFleet, mo
         assert len(hosts.supervisors()) == 2 and not set(before) & set(hosts.marked()) and proven(hosts) and no_locks(hosts)
         assert current(hosts) == revision and request(url_of(hosts), "/v1/models")[0] == 200
     assert recap(hosts.run("deploy_replica", extra=extra).stdout, "gpu-a")["changed"] == 0
+
+
+@pytest.mark.slow
+def test_a_run_that_begins_behind_the_plan_changes_nothing(make_fleet: MakeFleet, model: pathlib.Path) -> None:
+    """Without a plan no host has a shard in it: it must not read as one that has to stop."""
+    hosts = make_fleet(["gpu-a"], gpus=1, replica=NAME)
+    extra = extra_for(hosts, model, nodes=1)
+    ok(hosts.run("deploy_replica", extra=extra))
+    before = hosts.marked()
+    told = refused(hosts.run("deploy_replica", "--start-at-task", "Write and start every rank", extra=extra))
+    assert "'__replica_plan' is undefined" in told and hosts.marked() == before and proven(hosts) and no_locks(hosts), told
+
+
+@pytest.mark.slow
+def test_what_lacks_its_model_is_kept_when_a_deploy_fails(make_fleet: MakeFleet, model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """It serves from memory, its file system is gone, and the next deploy fails: the model may come back, and the revision is still there then."""
+    hosts = make_fleet(["gpu-a"], gpus=1, replica=NAME)
+    mounted, away = pathlib.Path(shutil.copy(model, tmp_path / "mounted.gguf")), tmp_path / "away.gguf"
+    ok(hosts.run("deploy_replica", extra=extra_for(hosts, mounted, nodes=1)))
+    before = current(hosts)
+    mounted.rename(away)
+    told = refused(hosts.run("deploy_replica", extra=extra_for(hosts, model, "--sim-fail", "torch.OutOfMemoryError: CUDA out of memory.", nodes=1)))
+    assert f"seen revision {before[0]}: it cannot start without {mounted}, where nothing is, wanted a revision that can start, to go back to" in told, told
+    assert f"Revision {before[0]}, which was there before, is back, but does not prove itself." in told and current(hosts) == before, told
+    away.rename(mounted)
+    ok(hosts.run("restart_replica", extra=extra_for(hosts, mounted, nodes=1)))
+    assert current(hosts) == before and proven(hosts) and no_locks(hosts)
 
 
 @pytest.mark.slow

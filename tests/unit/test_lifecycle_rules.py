@@ -76,6 +76,18 @@ def test_all_ranks_go_back_to_the_revision_before_and_forward_again() -> None:
         (host(0, previous=None), host(1, previous=None), "previous", "with -e revision=FINGERPRINT, or deploy: older, old."),
         (host(0, previous=None, kept=("new",)), host(1, previous=None, kept=("new",)), "previous", "all ranks. No other revision is whole on all ranks"),
         (host(0, kept=("old", "new")), host(1, kept=("new",)), "previous", "it is not there. No other revision is whole on all ranks"),
+        (
+            host(0),
+            host(1, kept=("old", {"revision": "new", "rank": 1, "nodes": 2, "tie_id": "tnew", "lacks": "it cannot start without /m, where nothing is"})),
+            "current",
+            "revision new: it cannot start without /m, where nothing is",
+        ),
+        (
+            host(0),
+            host(1, kept=("new", {"revision": "old", "rank": 1, "nodes": 2, "tie_id": "told", "lacks": "it cannot start without /m, where nothing is"})),
+            "previous",
+            "kept: new, old (it cannot start without /m, where nothing is)",
+        ),
         (host(0), host(1, kept=("old",)), "current", "revision new: it is not there, wanted revision new, whole, on every rank. Bring back what"),
         (
             host(0),
@@ -201,7 +213,9 @@ def test_a_kept_revision_needs_its_model_its_adapters_and_its_programs(tmp_path:
     (folder / "launch.json").write_text(json.dumps(launch))
 
     def problem() -> str | None:
-        text = shard_records.kept_revisions(str(tmp_path / "glm"))[0]["problem"]
+        found = shard_records.kept_revisions(str(tmp_path / "glm"))[0]
+        assert found["problem"] is None, "its own files are whole"
+        text = found["lacks"]
         return str(text) if text else None
 
     assert problem() == "it cannot start without /  and %s and %s and %s, where nothing is" % (adapter, model, program)

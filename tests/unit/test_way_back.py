@@ -20,7 +20,8 @@ OWN = Owner(0, 0, True)
 
 
 def kept(name: str, rank: int, nodes: int = 2, proven: bool = True, **more: Any) -> dict[str, Any]:
-    return {"revision": name, "rank": rank, "nodes": nodes, "tie_id": "t" + name, "budget_seconds": 60, "proven": proven, "problem": None, **more}
+    whole = {"proven": proven, "problem": None, "lacks": None}
+    return {"revision": name, "rank": rank, "nodes": nodes, "tie_id": "t" + name, "budget_seconds": 60, **whole, **more}
 
 
 def host(current: str | None, previous: str | None, *entries: dict[str, Any]) -> dict[str, Any]:
@@ -46,6 +47,7 @@ X0, X1 = kept("x", 0, proven=False), kept("x", 1, proven=False)
         pytest.param(host("v", "w", V0, W0), host("v", "w", V1, W1), "v", id="rolled back to the older one, which runs"),
         pytest.param(host("w", "v", V0, W0), NONE, None, id="the other host has lost everything"),
         pytest.param(host("w", "v", V0, W0), host("w", "v", V1, {**W1, "problem": "without shard.env"}), "v", id="one is damaged, the one before is whole"),
+        pytest.param(host("w", "v", V0, W0), host("w", "v", V1, {**W1, "lacks": "its model"}), "w", id="what runs comes back with its model"),
         pytest.param(host("w", "v", kept("v", 0, 3), W0), host("w", "v", kept("v", 1, 3), X1), "v", id="a rank is on a host outside of the play"),
         pytest.param(host("w", None, W0), host("w", None, W0), None, id="two hosts with one rank"),
         pytest.param(host("w", None, kept("w", 0, 1)), NONE, "w", id="a single node, and a host that is new"),
@@ -64,6 +66,12 @@ def test_one_decision_for_all_hosts(a: Any, b: Any, revision: str | None) -> Non
 def test_ranks_whose_keys_were_written_anew_by_halves_get_another() -> None:
     chosen = way_back.choose("glm", {"a": host("w", None, W0), "b": host("w", None, {**W1, "tie_id": "new"})})
     assert chosen["revision"] == "w" and chosen["rekey"]
+
+
+def test_what_the_way_back_lacks_is_told_by_host() -> None:
+    seen = {"a": host("w", None, W0), "b": host("w", None, {**W1, "lacks": "it cannot start without /models/w, where nothing is"})}
+    assert way_back.lacking("glm", seen, way_back.choose("glm", seen)) == {"b": "it cannot start without /models/w, where nothing is"}
+    assert way_back.lacking("glm", seen, way_back.NOTHING) == {}
 
 
 # ---- the same over the files of two hosts, with deploys that end anywhere
