@@ -10,7 +10,7 @@ import socket
 
 import pytest
 
-from ansible_collections.rankzero.inference.plugins.module_utils import ports
+from ansible_collections.rankzero.inference.plugins.module_utils import ports, processes
 
 ADDRESS = "127.0.0.23"
 
@@ -36,6 +36,14 @@ def test_listening_is_found_without_being_asked():
         row = rows([])[held.getsockname()[1]]
     assert (row["address"], row["pid"], row["listening"], row["shard"]) == (ADDRESS, os.getpid(), True, None)
     assert row["process"]
+
+
+def test_a_process_without_a_name_has_none(tmp_path):
+    """Any process may call itself "", with prctl(PR_SET_NAME)."""
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7/stat").write_text("7 () S 1 7 7 0 -1 0 " + "0 " * 12 + "5000 0\n")
+    row = {"port": 8000, "address": ADDRESS, "pid": 7, "listening": True}
+    assert ports.describe(row, processes.ProcessTable(str(tmp_path)))["process"] is None
 
 
 @pytest.mark.parametrize("reuse", [False, True])
