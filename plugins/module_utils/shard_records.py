@@ -38,8 +38,8 @@ def read(
 ) -> dict[str, Facts]:
     """`{replica: shard}` in the shape of `shards` in docs/architecture.md, with `errors: {file: sentence}` beside, and what keeps a replica
     in its place when it is planned again: `gpus` (UUIDs), `leader_port`, `http_port`,
-    `tie_port`, `run_ports`; `tie_id`, by which keys of the tie can be told apart; `has_api_key`, true on the rank that serves with a key; and `secret_problems`, sentences about secret files that are not
-    as a deploy wrote them.
+    `tie_port`, `run_ports`; `tie_id`, by which keys of the tie can be told apart; `has_api_key`, true on the rank that serves with a key; and
+    `secret_problems`, sentences about secret files that are not as a deploy wrote them.
 
     `run_command` is asked only when a replica has a systemd unit on this host: one `systemctl show` for all of them.
     """
