@@ -19,6 +19,7 @@ from ansible.utils.display import Display
 
 from ansible_collections.rankzero.inference.plugins.module_utils import masking
 from ansible_collections.rankzero.inference.plugins.plugin_utils import controller_files, diagnosis, hostvars
+from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Fault
 
 display = Display()
 ARGUMENTS: dict[str, t.Any] = {
@@ -48,18 +49,21 @@ class ActionModule(ActionBase):
         seen = {str(host): self._seen(str(host), arguments, task_vars, secrets) for host in task_vars.get("ansible_play_hosts_all") or ()}
         found = diagnosis.rows(replica, seen, planned.get("plan"))
         causes = diagnosis.candidates(replica, seen, found)
-        cause, step = diagnosis.conclusion(replica, found, causes)
-        text = diagnosis.text(replica, found, causes)
+        planned = masking.masked(planned, secrets)
+        faults = [Fault(**fault) for fault in planned.get("faults") or ()]
+        cause, step = diagnosis.conclusion(replica, found, causes, faults)
+        text = diagnosis.text(replica, found, causes, faults)
         result: dict[str, t.Any] = {
             "changed": False,
             "ranks": found,
             "cause": cause,
             "next": step,
+            "faults": planned.get("faults") or [],
             "causes": [dataclasses.asdict(item) for item in causes],
             "archive": None,
         }
         if hostvars.text(arguments["directory"]) and not self._task.check_mode:
-            result["archive"] = self._archive(replica, str(arguments["directory"]), seen, masking.masked(planned, secrets), text, result)
+            result["archive"] = self._archive(replica, str(arguments["directory"]), seen, planned, text, result)
         display.display(text + ("\nArchive: %s" % result["archive"] if result["archive"] else ""))
         return result
 

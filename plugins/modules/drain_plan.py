@@ -59,7 +59,13 @@ drain:
     - The replicas with the hosts and ranks of each, the host that serves, ranks on hosts that could not be asked, and the metrics of requests in flight.
   returned: success
   type: dict
-  sample: {node: gpu-a, cordoned: false, replicas: [{replica: glm, engine: vllm, hosts: {gpu-a: 0, gpu-b: 1}, missing: [], serving: gpu-a}], timeout: 300}
+  sample:
+    node: gpu-a
+    cordoned: false
+    replicas:
+      - {replica: glm, engine: vllm, hosts: {gpu-a: 0, gpu-b: 1}, missing: [], serving: gpu-a,
+         metrics_path: /metrics, metrics: ["vllm:num_requests_running", "vllm:num_requests_waiting"]}
+    timeout: 300
 faults:
   description: Why the host cannot be drained, as C({host, rank, field, seen, wanted, hint}).
   returned: failure

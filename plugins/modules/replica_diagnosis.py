@@ -82,6 +82,12 @@ causes:
   returned: always
   type: list
   elements: dict
+faults:
+  description: Why a plan made now is refused, as C({host, rank, field, seen, wanted, hint}); what runs may not start again. Empty where nothing is known.
+  returned: always
+  type: list
+  elements: dict
+  sample: [{host: gpu-b, rank: 1, field: model_path, seen: no /models/glm, wanted: a file or directory on the host, hint: Copy the model there}]
 archive:
   description: The archive on the controller, mode 0600; V(null) when none was written.
   returned: always

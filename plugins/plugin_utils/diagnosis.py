@@ -13,6 +13,7 @@ import dataclasses
 import typing as t
 
 from ansible_collections.rankzero.inference.plugins.module_utils import log_signatures
+from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Fault, report
 from ansible_collections.rankzero.inference.plugins.plugin_utils.tables import table
 
 Map = t.Mapping[str, t.Any]
@@ -235,8 +236,8 @@ def _missing(found: t.Sequence[Map]) -> list[Candidate]:
 # ---- in words
 
 
-def conclusion(replica: str, found: t.Sequence[Map], causes: t.Sequence[Candidate]) -> tuple[str, str]:
-    """(the likely cause, the next step), each one or two sentences."""
+def conclusion(replica: str, found: t.Sequence[Map], causes: t.Sequence[Candidate], faults: t.Sequence[Fault] = ()) -> tuple[str, str]:
+    """(the likely cause, the next step), each one or two sentences.  C(faults): why a plan made now is refused."""
     if not found:
         return (
             "Replica %s is on none of these hosts: it was never deployed here, or it was removed." % replica,
@@ -246,7 +247,7 @@ def conclusion(replica: str, found: t.Sequence[Map], causes: t.Sequence[Candidat
         ended = max([row["restarts"] or 0 for row in found])
         return (
             "Nothing is wrong now: all %d ranks are ready%s." % (len(found), ", after %d restart(s) of this revision" % ended if ended else ""),
-            "Nothing has to be done.",
+            "Mend what the plan is refused for: what runs goes on, but may not start again." if faults else "Nothing has to be done.",
         )
     strong = [cause for cause in causes if cause.order < WEAK]
     if strong or causes:
@@ -269,8 +270,9 @@ def _whole(found: t.Sequence[Map]) -> bool:
     )
 
 
-def text(replica: str, found: t.Sequence[Map], causes: t.Sequence[Candidate]) -> str:
-    cause, step = conclusion(replica, found, causes)
+def text(replica: str, found: t.Sequence[Map], causes: t.Sequence[Candidate], faults: t.Sequence[Fault] = ()) -> str:
+    cause, step = conclusion(replica, found, causes, faults)
+    step += "\n\n" + report(faults, "A plan made now is refused. Faults") if faults else ""
     if not found:
         return "%s\nNext: %s" % (cause, step)
     cells = [

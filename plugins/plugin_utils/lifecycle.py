@@ -168,13 +168,18 @@ def _other_revisions(records: Records) -> str:
     """What to do where the revision cannot be had: name one that can, if there is any."""
     kept = dict.fromkeys(entry["revision"] for record in records.values() for entry in record["revisions"])  # in the order of the hosts
     others = [revision for revision in kept if _whole(revision, records) and any(record["revision"] != revision for record in records.values())]
+    if not others and any(entry["problem"] for record in records.values() for entry in record["revisions"]):
+        return "No other revision is whole on all ranks, one on each host of this run. Bring back what is missing, or deploy what is to run."
     if not others:
         return "No other revision is whole on all ranks, one on each host of this run: there is nothing to go back to. Deploy what is to run."
     return "Name one that all ranks have, with -e revision=FINGERPRINT, or deploy: %s." % ", ".join(others)
 
 
 def _has(record: Facts) -> str:
-    kept = ", ".join(entry["revision"] + (" (%s)" % _wrong(entry) if _wrong(entry) else "") for entry in record["revisions"])
+    alike: dict[str, list[str]] = {}  # several revisions lack the same model: once, or the text grows too long to be shown whole
+    for entry in record["revisions"]:
+        alike.setdefault(_wrong(entry), []).append(entry["revision"])
+    kept = ", ".join(", ".join(those) + (" (%s%s)" % ("each: " if len(those) > 1 else "", problem) if problem else "") for problem, those in alike.items())
     return "current %s, previous %s, kept: %s" % (record["revision"] or "none", record["previous"] or "none", kept or "none")
 
 

@@ -94,22 +94,43 @@ def _examine_gpus(candidate: Candidate, profile: Profile, replica: str) -> None:
             str(driver.get("hint") or "Mend the driver, or take another host; for a profile without GPUs set gpus_per_node: 0."),
         )
         return  # no GPU is free for one reason, and nobody can free it
-    refused = []
+    refused: dict[str, list[Gpu]] = {}
     for gpu in gpus:
         reason = why_not(gpu, profile, replica) or _given_away(gpu, candidate.facts["shards"], replica)
         if reason is None:
             candidate.free.append(gpu)
         else:
-            refused.append("GPU %s (%s) %s" % (gpu.get("index"), gpu.get("uuid") or gpu.get("pci_bdf") or "no UUID", reason))
+            refused.setdefault(reason, []).append(gpu)
     if max((len(_alike(candidate.free, gpu_type(gpu))) for gpu in candidate.free), default=0) < profile.gpus_per_node:
         of_types = " of %s" % _counted([candidate]) if len(_types([candidate])) > 1 else ""
-        seen = "%d free of %d%s%s" % (len(candidate.free), len(gpus), of_types, ": " + "; ".join(refused) if refused else "")
+        seen = "%d free of %d%s%s" % (len(candidate.free), len(gpus), of_types, ": " + "; ".join(_refusals(refused, len(gpus) == 1)) if refused else "")
         candidate.problem(
             "gpus",
             seen,
             "%d GPUs%s%s" % (profile.gpus_per_node, " of class %s" % profile.gpu_class if profile.gpu_class else "", " of one type" if of_types else ""),
             _enough_gpus(gpus, profile),
         )
+
+
+def _refusals(refused: t.Mapping[str, t.Sequence[Gpu]], only: bool) -> list[str]:
+    """Each reason once, with the GPUs that it holds for by their numbers: then hosts that are alike say the same, and a report tells it once.
+
+    One GPU among others is named with its UUID, and so are those without numbers of their own, such as MIG instances.  C(only): the host has one GPU.
+    """
+    told = []
+    for reason, gpus in refused.items():
+        numbers = [gpu.get("index") for gpu in gpus]
+        if None in numbers or len(set(numbers)) < len(numbers) or (len(gpus) == 1 and not only):
+            told += ["GPU %s %s" % (_named(gpu), reason) for gpu in gpus]
+        else:
+            told.append("GPU %s%s %s" % (", ".join(map(str, numbers)), ": each" if len(gpus) > 1 else "", reason))
+    return told
+
+
+def _named(gpu: Gpu) -> str:
+    """C(3 (GPU-...)); a GPU that the driver does not list has no number, and goes by its PCI address."""
+    index, name = gpu.get("index"), gpu.get("uuid") or gpu.get("pci_bdf") or "no UUID"
+    return name if index is None else "%s (%s)" % (index, name)
 
 
 def _enough_gpus(gpus: t.Sequence[Gpu], profile: Profile) -> str:

@@ -31,7 +31,7 @@ from ansible_collections.rankzero.inference.plugins.plugin_utils import profile 
 from ansible_collections.rankzero.inference.plugins.plugin_utils.addressing import Endpoint
 from ansible_collections.rankzero.inference.plugins.plugin_utils.engines.base import Engine, Launch, Peer, Shard
 from ansible_collections.rankzero.inference.plugins.plugin_utils.environment import Environment
-from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings, natural_key, shown
+from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Findings, names, natural_key, shown
 from ansible_collections.rankzero.inference.plugins.plugin_utils.profile import Profile
 from ansible_collections.rankzero.inference.plugins.plugin_utils.values import NAME, Reader, nearest, unprintable
 
@@ -214,7 +214,7 @@ def _check_hosts(request: Request, findings: Findings) -> dict[str, dict[str, t.
     if request.absent_hosts:
         findings.fault(
             "hosts",
-            "without %s" % ", ".join(sorted(request.absent_hosts)),
+            "without %s" % names(request.absent_hosts),
             "all hosts of the replica's group",
             "A replica is planned as a whole: run without --limit, and outside of sliced jobs.",
         )
@@ -521,8 +521,8 @@ def _build_parts(ranks: list[Rank]) -> list[tuple[str, str, t.Callable[[Rank], t
         ("container", "image", part("container", "image")),
     ]
     for key, what in (("versions", "version of %s"), ("programs_sha256", "sha256 of %s")):
-        names = {name for one in ranks for name in one.build.get(key) or {}}
-        parts += [("%s.%s" % (key, name), what % name, part(key, name)) for name in sorted(names)]
+        listed = {name for one in ranks for name in one.build.get(key) or {}}
+        parts += [("%s.%s" % (key, name), what % name, part(key, name)) for name in sorted(listed)]
     return parts
 
 

@@ -13,6 +13,7 @@ import pytest
 from ansible_collections.rankzero.inference.plugins.module_utils import log_signatures, shard_diagnosis
 from ansible_collections.rankzero.inference.plugins.plugin_utils import diagnosis
 from ansible_collections.rankzero.inference.plugins.plugin_utils.diagnosis import Seen
+from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Fault
 
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB"
 PEER = "misc/socket.cc:88 NCCL WARN socketProgress: Connection closed by remote peer gpu-b<40912>"
@@ -126,6 +127,17 @@ def test_half_gone_never_there_loading_and_well() -> None:
     assert concluded(of(loading))[0] == "No rank has failed. Rank 0 (gpu-a) is in stage loading: the engine ended with exit code 1."
     cause, _step = concluded(of(answer(0, PEER, stage="ready", ready=True, active=True), answer(1, stage="ready", ready=True, active=True)))
     assert cause == "Nothing is wrong now: all 2 ranks are ready, after 3 restart(s) of this revision."
+
+
+def test_what_runs_and_could_not_start_again_is_said() -> None:
+    """A model is moved away while the replica serves: the deploy, the restart and the next boot would fail."""
+    hosts = of(*(answer(rank, stage="ready", ready=True, active=True) for rank in (0, 1)))
+    found = diagnosis.rows("glm", hosts)
+    faults = [Fault(host, None, "model_path", "no /models/glm", "a file or directory on the host", "Copy it there.") for host in hosts]
+    text = diagnosis.text("glm", found, [], faults)
+    assert "all 2 ranks are ready" in text and "A plan made now is refused. Faults (2):" in text and "1. gpu-a: model_path: seen no /models/glm" in text
+    assert "Nothing has to be done" not in text and "Next: Mend what the plan is refused for" in text
+    assert "A plan made now" not in diagnosis.text("glm", found, []) and diagnosis.conclusion("glm", found, [])[1] == "Nothing has to be done."
 
 
 def test_damaged_records_are_no_traceback() -> None:

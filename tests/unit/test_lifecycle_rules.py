@@ -31,6 +31,8 @@ LOCK = {
     "controller": None,
 }
 
+GONE = tuple({"revision": name, "problem": "it cannot start without /models/glm, where nothing is"} for name in ("old", "new"))
+
 
 def host(
     rank: int, current: str | None = "new", previous: str | None = "old", kept: Any = ("older", "old", "new"), nodes: int = 2, **more: Any
@@ -96,6 +98,13 @@ def test_all_ranks_go_back_to_the_revision_before_and_forward_again() -> None:
             "b: shards.glm.revisions: seen current new, previous old, kept: new, wanted revision old, whole, on every rank: it is not there",
         ),
         (host(0), host(1, kept=("new", {"revision": "old", "problem": "without secrets/tie_key"})), "previous", "without secrets/tie_key"),
+        (
+            host(0, kept=GONE),
+            host(1, kept=GONE),
+            "previous",
+            "kept: old, new (each: it cannot start without /models/glm, where nothing is), wanted revision old, whole, on every rank: it cannot start "
+            "without /models/glm, where nothing is. No other revision is whole on all ranks, one on each host of this run. Bring back what is missing",
+        ),
         (host(0), host(0), "previous", "rank 0 (a), rank 0 (b) of 2 rank(s)"),
         (host(0, nodes=3), host(1, nodes=3), "previous", "without --limit"),
         (host(0), host(1, "old", "older"), "current", "one revision on all ranks"),

@@ -14,6 +14,7 @@ import pytest
 from facts import changed, faults, good, gpu, hosts, minimal, node, plan, profile, shard
 
 from ansible_collections.rankzero.inference.plugins.plugin_utils import collection_files, convergence, quantization
+from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Fault, report
 from ansible_collections.rankzero.inference.plugins.plugin_utils.placement import of_class
 from ansible_collections.rankzero.inference.plugins.plugin_utils.plan import build_plan
 from ansible_collections.rankzero.inference.plugins.plugin_utils.tables import plan_text, table
@@ -401,6 +402,22 @@ def test_gpus_that_cannot_be_given(change: dict[str, Any], reason: str) -> None:
     found = plan({"n1": {**node(1), "gpus": [gpu(1, 0), {**gpu(1, 1), **change}]}}, profile(**ONE, gpu_class="H100"))
     assert [(fault["host"], fault["field"]) for fault in found["faults"]] == [("n1", "gpus")] and reason in found["faults"][0]["seen"]
     assert found["faults"][0]["hint"].startswith("Free the GPUs")
+
+
+def test_gpus_that_share_a_reason_are_told_together_and_so_are_hosts() -> None:
+    """With their UUIDs no two hosts would say the same, and a pool of the wrong class would fill the screen."""
+    found = plan({f"n{number}": node(number) for number in (1, 2, 3)}, profile(nodes=3, tp=3, gpu_class="H200"))
+    faults = [Fault(**fault) for fault in found["faults"] if fault["field"] == "gpus"]
+    count = len(node(1)["gpus"])
+    numbers = "GPU " + ", ".join(map(str, range(count))) + (": each" if count > 1 else "")
+    assert {fault.seen for fault in faults} == {f"0 free of {count}: {numbers} is no H200: {gpu(1, 0)['model']}"}
+    assert len(report(faults, "Faults").splitlines()) == 2 and "3 hosts (n1, n2, n3)" in report(faults, "Faults")
+    one = {"n1": {**node(1), "gpus": [gpu(1, 0), {**gpu(1, 1), "model": "NVIDIA T400"}]}}
+    (fault,) = plan(one, profile(**ONE, gpu_class="H100"))["faults"]
+    assert f"GPU 1 ({gpu(1, 1)['uuid']}) is no H100" in fault["seen"], "one among others has its UUID"
+    one["n1"]["gpus"][1].update(index=None, uuid=None, pci_bdf="0000:1d:00.0")
+    (fault,) = plan(one, profile(**ONE, gpu_class="H100"))["faults"]
+    assert "GPU 0000:1d:00.0 cannot be identified" in fault["seen"], "one that the driver does not list has no number"
 
 
 def test_another_class_of_gpus_is_not_to_be_freed() -> None:
