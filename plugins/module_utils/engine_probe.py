@@ -134,7 +134,8 @@ def version(run_command: RunCommand, program: str, args: Sequence[str], env: Map
     out, err = ask(run_command, program, args, env)
     found = _VERSION.search(out + "\n" + err) or _BARE_VERSION.search(out)
     if not found:
-        raise ProbeError("%s %s names no version: %s" % (program, " ".join(args), (out + err).strip()[:200]))
+        wanted = "; wanted is 'version 1.2' somewhere, or a line of the number alone"
+        raise ProbeError("%s %s names no version: %s%s" % (program, " ".join(args), (out + err).strip()[:200], wanted))
     return found.group(1)
 
 

@@ -98,16 +98,21 @@ def alike(texts: t.Mapping[str, str]) -> list[str]:
 
 
 def report(faults: t.Sequence[Fault], heading: str) -> str:
-    """The whole list as text: a heading line and one numbered line for each fault, one for all of them where three hosts or more have the same."""
+    """The whole list as text: a heading line and one numbered line for each text of C(texts)."""
+    return "\n".join(["%s (%d):" % (heading, len(faults))] + ["  %d. %s" % entry for entry in enumerate(texts(faults), 1)])
+
+
+def texts(faults: t.Sequence[Fault]) -> list[str]:
+    """One text for each fault, in their order; one for all of them where three hosts or more have the same."""
     hosts: dict[Fault, set[str]] = {}
     for fault in faults:
         if fault.host:
             hosts.setdefault(_anywhere(fault), set()).add(fault.host)
-    told: dict[str, None] = {}  # in the order of the faults, each text once
+    found: dict[str, None] = {}  # in the order of the faults, each text once
     for fault in faults:
         those = hosts.get(_anywhere(fault), set()) if fault.host else set()
-        told[fault.text() if len(those) < 3 else dataclasses.replace(fault, host="%d hosts (%s)" % (len(those), names(those)), rank=None).text()] = None
-    return "\n".join(["%s (%d):" % (heading, len(faults))] + ["  %d. %s" % entry for entry in enumerate(told, 1)])
+        found[fault.text() if len(those) < 3 else dataclasses.replace(fault, host="%d hosts (%s)" % (len(those), names(those)), rank=None).text()] = None
+    return list(found)
 
 
 def _anywhere(fault: Fault) -> Fault:

@@ -17,7 +17,7 @@ from xml.sax.saxutils import escape
 
 from ansible_collections.rankzero.inference.plugins.plugin_utils import host_facts
 from ansible_collections.rankzero.inference.plugins.plugin_utils.fabric_names import keys_of, port_name
-from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Fault, natural_key
+from ansible_collections.rankzero.inference.plugins.plugin_utils.faults import Fault, natural_key, texts
 from ansible_collections.rankzero.inference.plugins.plugin_utils.tables import shape
 
 MOST_CARDS = 16
@@ -333,8 +333,8 @@ def _tiles(canvas: Canvas, hosts: list[Host], inks: t.Mapping[str, str], columns
         x, top = _MARGIN + number % columns * (_TILE_WIDTH + 8), y + number // columns * (_TILE_HEIGHT + 8)
         faulty = bool(host.faults)
         line = _BAD if faulty else _GIVEN if host.shard else _LINE
-        told = "%s, %s: %s" % (host.name, host.label, "; ".join(text for text, _ink in _notes(host)) or _about(host))
-        canvas.rect(x, top, _TILE_WIDTH, _TILE_HEIGHT, "#fdf3f3" if faulty else _CARD, line, 2 if faulty else 1, not host.shard and not faulty, told)
+        tooltip = "%s, %s: %s" % (host.name, host.label, "; ".join(text for text, _ink in _notes(host)) or _about(host))
+        canvas.rect(x, top, _TILE_WIDTH, _TILE_HEIGHT, "#fdf3f3" if faulty else _CARD, line, 2 if faulty else 1, not host.shard and not faulty, tooltip)
         canvas.text(x + 8, top + 15, _cut(host.name, _TILE_WIDTH - 72, 11), 11, bold=True)
         short = {"not chosen": "-", "rank ?": "?"}.get(host.label, host.label)
         mark = "%d fault(s)" % len(host.faults) if faulty else short
@@ -349,9 +349,10 @@ def _tiles(canvas: Canvas, hosts: list[Host], inks: t.Mapping[str, str], columns
 
 
 def _list_faults(canvas: Canvas, hosts: list[Host], width: int, y: int) -> int:
-    entries = [(fault, _BAD) for host in hosts for fault in host.faults] + [(warning, _WARN) for host in hosts for warning in host.warnings]
-    for fault, ink in entries[:MOST_LISTED]:
-        y = _paragraph(canvas, _MARGIN, y, width - 2 * _MARGIN, "• " + fault.text(), ink)
+    faults, warnings = texts([fault for host in hosts for fault in host.faults]), texts([warning for host in hosts for warning in host.warnings])
+    entries = [(text, _BAD) for text in faults] + [(text, _WARN) for text in warnings]
+    for text, ink in entries[:MOST_LISTED]:
+        y = _paragraph(canvas, _MARGIN, y, width - 2 * _MARGIN, "• " + text, ink)
     if len(entries) > MOST_LISTED:
         y = _paragraph(canvas, _MARGIN, y, width - 2 * _MARGIN, "and %d more: plan_file has them all" % (len(entries) - MOST_LISTED), _QUIET)
     return y

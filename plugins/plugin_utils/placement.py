@@ -488,5 +488,6 @@ def _not_chosen(pool: list[Candidate], ranked: list[Candidate]) -> dict[str, str
         if candidate.host in chosen:
             continue
         text = "; ".join("%s: %s" % (fault.field, shown(fault.seen)) for fault in candidate.problems)
-        reasons[candidate.host] = text or "not needed: %d other hosts fit and come first" % len(ranked)
+        others = "1 other host fits and comes" if len(ranked) == 1 else "%d other hosts fit and come" % len(ranked)
+        reasons[candidate.host] = text or "not needed: %s first" % others
     return reasons

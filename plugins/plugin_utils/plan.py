@@ -569,7 +569,7 @@ def _build_of(host: str, rank: int | None, facts: Facts, profile: Profile, engin
             field,
             "registered builds: %s" % listed,
             "a registered build%s" % (" %s" % wanted if wanted else ""),
-            "Register one: ansible-playbook rankzero.inference.check_engines -e engine_name=%s -e engine_path=PATH." % short,
+            "Register one: ansible-playbook rankzero.inference.check_engines -e engine_name=%s -e engine_path=PATH." % profile.engine,
             host=host,
             rank=rank,
         )

@@ -70,7 +70,7 @@ def test_a_program_is_asked_in_a_clean_environment_and_directory(tmp_path: pathl
         ("exit 1", "ended with 1: no output"),
         ("kill -ILL $$", "SIGILL: it was built for a processor"),
         ("kill -SEGV $$", "ended with"),
-        ("echo nothing useful", "names no version: nothing useful"),
+        ("echo nothing useful", "names no version: nothing useful; wanted is 'version 1.2' somewhere"),
     ],
 )
 def test_programs_that_fail_say_how(tmp_path: pathlib.Path, script: str, text: str) -> None:

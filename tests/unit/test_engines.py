@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import pathlib
+import re
 import sys
 import types
 from typing import Any
@@ -50,6 +52,17 @@ def test_an_adapter_of_another_collection_plans_like_ours(monkeypatch: pytest.Mo
     other_collection(monkeypatch, "theirs", Adapter=Adapter)
     found = facts.good(wanted=facts.profile(engine="their.collection.theirs"))
     assert found["engine"] == "their.collection.theirs" and found["shards"]["n1"]["labels"]["engine"] == "their.collection.theirs"
+
+
+def test_the_engine_of_the_documentation_plans_as_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a registered build too, which is a fault with the name that check_engines takes, and no traceback."""
+    page = pathlib.Path(__file__).resolve().parents[2] / "docs/adding-an-engine.md"
+    printed: dict[str, Any] = {}
+    exec(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)[0], printed)
+    other_collection(monkeypatch, "mine", Adapter=printed["Adapter"])
+    wanted = facts.profile(engine="their.collection.mine", nodes=1, tp=2, gpus_per_node=2)
+    missing = [fault for fault in facts.plan({"n1": facts.node(1)}, wanted)["faults"] if fault["field"] == "engines.mine"]
+    assert [fault["seen"] for fault in missing] == ["registered builds: none"] and "-e engine_name=their.collection.mine " in missing[0]["hint"]
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,10 @@ def test_a_hundred_hosts_are_tiles_with_every_fault_below() -> None:
     refused = drawn(planned(facts, 110), facts)
     inside(refused)
     assert any("fallen off the bus" in line for line in texts(refused)) and any(line.endswith("fault(s)") for line in texts(refused))
+    for host in facts.values():
+        host["cordoned"] = {"by": "ann", "reason": "fan"}
+    alike = texts(drawn(planned(facts, 110), facts))
+    assert sum("cordoned by ann" in line for line in alike) == 1 and not any("more: plan_file" in line for line in alike), "told once for all"
 
 
 HOSTILE = ["</text><script>alert(1)</script>", "&amp;&lt;\"'", "\x1b[31mred\x00\u202eevil", "]]>", "x" * 400, "\ud800", "<!--", "ü€🚀"]
