@@ -129,9 +129,9 @@ def test_every_variable_of_a_role_is_documented_where_it_is_used() -> None:
 
 
 def used_by(folder: pathlib.Path, name: str) -> set[str]:
-    """Words in a task file and in those that it includes."""
+    """Words in a task file and in those that it includes, but for options that a task itself switches on or off."""
     text = (folder / "tasks" / name).read_text(encoding="utf-8")
-    words = set(re.findall(r"\w+", re.sub(r"^\s*- name: .*$|#.*$|rankzero\.inference\.\w+|-e \w+=", "", text, flags=re.MULTILINE)))
+    words = set(re.findall(r"\w+", re.sub(r"^\s*- name: .*$|^\s*\w+: (?:true|false)\b|#.*$|rankzero\.inference\.\w+|-e \w+=", "", text, flags=re.MULTILINE)))
     for included in re.findall(r"(?:import|include)_tasks: (\w+\.yml)", text):
         words |= used_by(folder, included)
     return words
