@@ -168,7 +168,7 @@ def _other_revisions(records: Records) -> str:
     """What to do where the revision cannot be had: name one that can, if there is any."""
     kept = dict.fromkeys(entry["revision"] for record in records.values() for entry in record["revisions"])  # in the order of the hosts
     others = [revision for revision in kept if _whole(revision, records) and any(record["revision"] != revision for record in records.values())]
-    if not others and any(entry["problem"] for record in records.values() for entry in record["revisions"]):
+    if not others and any(_wrong(entry) for record in records.values() for entry in record["revisions"]):
         return "No other revision is whole on all ranks, one on each host of this run. Bring back what is missing, or deploy what is to run."
     if not others:
         return "No other revision is whole on all ranks, one on each host of this run: there is nothing to go back to. Deploy what is to run."

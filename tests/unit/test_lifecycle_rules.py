@@ -32,6 +32,7 @@ LOCK = {
 }
 
 GONE = tuple({"revision": name, "problem": "it cannot start without /models/glm, where nothing is"} for name in ("old", "new"))
+LACKING = tuple({**entry, "problem": None, "lacks": entry["problem"]} for entry in GONE)
 
 
 def host(
@@ -105,6 +106,7 @@ def test_all_ranks_go_back_to_the_revision_before_and_forward_again() -> None:
             "kept: old, new (each: it cannot start without /models/glm, where nothing is), wanted revision old, whole, on every rank: it cannot start "
             "without /models/glm, where nothing is. No other revision is whole on all ranks, one on each host of this run. Bring back what is missing",
         ),
+        (host(0, kept=LACKING), host(1, kept=LACKING), "previous", "one on each host of this run. Bring back what is missing"),
         (host(0), host(0), "previous", "rank 0 (a), rank 0 (b) of 2 rank(s)"),
         (host(0, nodes=3), host(1, nodes=3), "previous", "without --limit"),
         (host(0), host(1, "old", "older"), "current", "one revision on all ranks"),
