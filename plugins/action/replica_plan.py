@@ -124,9 +124,10 @@ class ActionModule(ActionBase):
             plan.update({"faults": plan["faults"] + [fault.as_dict() for fault in findings.faults], "shards": {}, "leader": None, "fingerprint": None})
         self._warn_about_forks(plan, task_vars)
         self._compare(plan, request)
-        plan["way_back"] = way_back.choose(str(replica), {host.name: host.facts for host in hosts})
-        self._warn_about_way_back(plan, {host.name: host.facts for host in hosts})
-        return plan, {host.name: host.facts for host in request.hosts}
+        facts = {host.name: host.facts for host in hosts}
+        plan["way_back"] = way_back.choose(str(replica), facts)
+        self._warn_about_way_back(plan, facts)
+        return plan, facts
 
     def _key_in(self, path: str, findings: Findings) -> str | None:
         """The key in a file on the controller, as the file lookup finds and reads it: plain or vaulted."""

@@ -13,16 +13,16 @@ from ansible_collections.rankzero.inference.plugins.plugin_utils import failures
 def failure_summary(hosts: t.Sequence[str], variables: t.Any, plan: t.Mapping[str, t.Any], done: str = "deployed", host: str | None = None) -> str:
     """The report as `host` says it: in full on the first host with a part in the replica that is still in the play, in one line on the others with a part in
     it, and nothing on a host that has none and did not fail: a pool may have hundreds."""
-    text = _whole_summary(hosts, variables, plan, done)
     if host is None:
-        return text
+        return _whole_summary(hosts, variables, plan, done)
     failed = {name for name, failure in _failures(hosts, variables).items() if failure}
     parts = {str(name) for name in (*plan["shards"], *hostvars.plain(plan["way_back"])["hosts"])} | failed
     there = [name for name, result in _registered(hosts, variables, "__replica_unlocked").items() if result]
     teller = next((name for name in there if name in parts), there[0] if there else str(host))
-    if str(host) == teller:
-        return text
-    return "%s The report is at %s." % (text.split("\n", 1)[0], teller) if str(host) in parts else ""
+    if str(host) != teller and str(host) not in parts:
+        return ""
+    text = _whole_summary(hosts, variables, plan, done)
+    return text if str(host) == teller else "%s The report is at %s." % (text.split("\n", 1)[0], teller)
 
 
 def _whole_summary(hosts: t.Sequence[str], variables: t.Any, plan: t.Mapping[str, t.Any], done: str) -> str:

@@ -52,7 +52,7 @@ def describe(row: Facts, table: processes.ProcessTable) -> Facts:
         "port": row["port"],
         "address": row["address"],
         "pid": pid,
-        "process": getattr(table.stat(pid), "name", None) or None if pid else None,
+        "process": getattr(table.stat(pid), "name", None) if pid else None,
         "shard": processes.shard_name(table.shard_of(pid)) if pid else None,
         "listening": row["listening"],
     }

@@ -50,9 +50,9 @@ class Shard(NamedTuple):
 
 class Stat(NamedTuple):
     """What /proc/PID/stat says of a live process (proc_pid_stat(5)): the kernel's name for it (at most 15 characters), and its start in clock ticks since
-    boot. A `kernel` thread has neither memory nor files of its own; a host with 192 CPUs has thousands of them."""
+    boot. The name is None where it is empty. A `kernel` thread has neither memory nor files of its own; a host with 192 CPUs has thousands of them."""
 
-    name: str
+    name: str | None
     parent: int
     session: int
     started: int
@@ -181,7 +181,7 @@ def describe(pid: int, proc_root: str = "/proc", table: ProcessTable | None = No
     stat = table.stat(pid)
     return {
         "pid": pid,
-        "name": (stat.name if stat else None) or None,
+        "name": stat.name if stat else None,
         "user": _user(_text(proc_root, str(pid), "status")),
         "command": _command(_bytes(proc_root, str(pid), "cmdline")),
         "started_at": _started_at(stat.started, _text(proc_root, "stat")) if stat else None,
@@ -303,7 +303,7 @@ def _parse_stat(text: str) -> Stat | None:
     words = rest.split()
     try:
         kernel = bool(int(words[6]) & _KERNEL_THREAD)
-        return None if words[0] in ("Z", "X") else Stat(_clean(name), int(words[1]), int(words[3]), int(words[19]), kernel)
+        return None if words[0] in ("Z", "X") else Stat(_clean(name) or None, int(words[1]), int(words[3]), int(words[19]), kernel)
     except (IndexError, ValueError):
         return None
 
